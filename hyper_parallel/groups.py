@@ -1,0 +1,94 @@
+"""Process groups of a mesh: one cache for the process, made once, named the same on every rank.
+
+A program refers to groups by an alias (``MeshLayout.group_name``) that is the same text on every
+rank, so the text of a program is the same on every rank too; the alias resolves to the rank's own
+group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel.errors import MeshError
+from hyper_parallel.mesh import MeshLayout
+from hyper_parallel.torch_compat.distributed import flatten_group, register_group_alias
+
+__all__ = ["GroupInfo", "clear_group_cache", "get_group_info"]
+
+# The only mutable module state: (layout digest, axes) -> the rank's group along these axes. An
+# entry is dropped when its group is no longer alive, e.g. after destroy_process_group().
+_GROUPS: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """The ranks that run one collective together.
+
+    Attributes:
+        group_name: The alias by which ``_c10d_functional`` ops find the group; equal on all ranks.
+        group: The process group, or None for a group of one, which never communicates.
+        rank_size: The number of ranks in the group.
+    """
+
+    group_name: str
+    group: dist.ProcessGroup | None
+    rank_size: int
+
+
+def get_group_info(mesh: DeviceMesh, layout: MeshLayout, axes: str | Iterable[str]) -> GroupInfo:
+    """Returns this rank's group along mesh dims, making it at most once.
+
+    A group along several dims has to be made, which is collective: every rank of the mesh must ask
+    for the same axes in the same order. Dims of size 1 never cost a group.
+
+    Args:
+        mesh: The mesh that ``layout`` was read from.
+        layout: The mesh as a value.
+        axes: Mesh dims in any order; the group's ranks are row-major in mesh order.
+
+    Raises:
+        MeshError: An axis is not in the mesh, or the group's ranks are not the layout's.
+    """
+    axes = layout.axes(axes)
+    name, size = layout.group_name(axes), layout.size(axes)
+    if size == 1:
+        return GroupInfo(name, None, 1)
+    live = tuple(axis for axis in axes if layout.size(axis) > 1)
+    key = (layout.digest, live)
+    group = _GROUPS.get(key)
+    if group is None or not _is_alive(group):
+        group = _find_group(mesh, layout, live)
+        _GROUPS[key] = group
+    register_group_alias(name, group)
+    return GroupInfo(name, group, size)
+
+
+def clear_group_cache() -> None:
+    """Forgets every cached group; the groups themselves stay until they are destroyed."""
+    _GROUPS.clear()
+
+
+def _find_group(mesh: DeviceMesh, layout: MeshLayout, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    if len(axes) == 1:
+        group = mesh.get_group(layout.dim_names.index(axes[0]))
+    else:
+        group = flatten_group(mesh, layout.dim_names, axes, "_".join(axes))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if ranks != layout.ranks_along(axes):
+        raise MeshError(
+            f"group along {axes} of mesh ({layout.describe()}): the process group has ranks "
+            f"{list(ranks)}, the layout of rank {layout.rank} says "
+            f"{list(layout.ranks_along(axes))}; pass the mesh that the layout was read from"
+        )
+    return group
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return False
