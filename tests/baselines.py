@@ -37,7 +37,7 @@ class TrainOptions:
         sync_every_micro: Whether every backward pass reduces gradients, or only the last of a step.
         clip_norm: Clip gradients to this norm before the step.
         mesh_shape: For FSDP2: (shard,) or (replicate, shard); None is all ranks in one shard dim.
-        reshard_after_forward: For FSDP2.
+        reshard_after_forward: For FSDP2; None is its default, which keeps the root gathered.
         param_dtype: For FSDP2: dtype of the gathered parameters.
         reduce_dtype: For FSDP2: dtype of the gradient reduction.
     """
@@ -48,7 +48,7 @@ class TrainOptions:
     sync_every_micro: bool = True
     clip_norm: float | None = None
     mesh_shape: tuple[int, ...] | None = None
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | int | None = True
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
