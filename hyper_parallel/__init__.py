@@ -10,6 +10,7 @@ from hyper_parallel.errors import (
 )
 from hyper_parallel.groups import GroupInfo, get_group_info
 from hyper_parallel.mesh import MeshLayout, MeshRoles, infer_roles
+from hyper_parallel.norm import clip_grad_norm_, get_total_norm
 from hyper_parallel.plan import ParamPlan, plan_param, plan_params
 from hyper_parallel.policy import (
     CPUOffloadPolicy,
@@ -33,7 +34,9 @@ __all__ = [
     "Policy",
     "PolicyError",
     "VerificationError",
+    "clip_grad_norm_",
     "get_group_info",
+    "get_total_norm",
     "infer_roles",
     "plan_param",
     "plan_params",
