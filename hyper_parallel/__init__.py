@@ -9,7 +9,14 @@ from hyper_parallel.errors import (
     VerificationError,
 )
 from hyper_parallel.groups import GroupInfo, get_group_info
-from hyper_parallel.mesh import MeshLayout, MeshRoles, infer_roles
+from hyper_parallel.mesh import (
+    MeshLayout,
+    MeshRoles,
+    ParallelState,
+    build_fsdp_meshes,
+    infer_roles,
+    validate_hybrid_shard_args,
+)
 from hyper_parallel.norm import clip_grad_norm_, get_total_norm
 from hyper_parallel.plan import ParamPlan, plan_param, plan_params
 from hyper_parallel.policy import (
@@ -29,15 +36,18 @@ __all__ = [
     "MeshRoles",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ParallelState",
     "ParamPlan",
     "PlacementError",
     "Policy",
     "PolicyError",
     "VerificationError",
+    "build_fsdp_meshes",
     "clip_grad_norm_",
     "get_group_info",
     "get_total_norm",
     "infer_roles",
     "plan_param",
     "plan_params",
+    "validate_hybrid_shard_args",
 ]

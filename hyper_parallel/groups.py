@@ -76,7 +76,7 @@ def _find_group(mesh: DeviceMesh, layout: MeshLayout, axes: tuple[str, ...]) -> 
     if len(axes) == 1:
         group = mesh.get_group(layout.dim_names.index(axes[0]))
     else:
-        group = flatten_group(mesh, layout.dim_names, axes, "_".join(axes))
+        group = flatten_group(mesh, layout.dim_names, axes, f"hp_{'_'.join(axes)}")
     ranks = tuple(dist.get_process_group_ranks(group))
     if ranks != layout.ranks_along(axes):
         raise MeshError(

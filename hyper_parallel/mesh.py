@@ -1,25 +1,9 @@
-"""Meshes as values: what each mesh dim is for, and which ranks a group of dims joins.
+"""Meshes as values, and the meshes of hybrid sharding.
 
 A :class:`MeshLayout` is a value (frozen, hashable, without process groups), so a layout of
-thousands of ranks can be planned on a laptop. Roles are found by :func:`infer_roles`, in this
-order:
-
-===  =================================================  ===========================================
-no.  the first rule that speaks for a dim               its role
-===  =================================================  ===========================================
-1    ``roles`` is a :class:`MeshRoles`                  exactly what it lists; nothing is inferred
-2    ``roles`` is a mapping that names the dim          what the mapping says; a ``cp`` or ``ep``
-                                                        dim that only ``shard``/``replicate`` name
-                                                        keeps its own role beside it
-3    its name is recognised (``RECOGNISED_NAMES``)      the role of that name; a second dim of the
-                                                        same role is a ``MeshError``
-4    the mesh has no dim names: 1D                      ``(shard,)``
-5    the mesh has no dim names: 2D                      ``(replicate, shard)``, as FSDP2 reads it
-6    anything else                                      ``MeshError``
-===  =================================================  ===========================================
-
-The size of a dim never changes its role: a dim of size 1 keeps its role and its group of one gives
-no collective. ``docs/roles.md`` has the boundary cases.
+thousands of ranks can be planned on a laptop. :func:`build_fsdp_meshes` makes the views that a
+trainer passes around: the data-parallel dim for loading data and the fsdp mesh for sharding are
+different meshes of the same ranks.
 """
 
 from __future__ import annotations
@@ -27,247 +11,28 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hyper_parallel.errors import MeshError
+from hyper_parallel.roles import RECOGNISED_NAMES, ROLE_NAMES, MeshRoles, infer_roles
+from hyper_parallel.torch_compat.distributed import flatten_mesh, mesh_ranks, unflatten_mesh
 
-__all__ = ["RECOGNISED_NAMES", "ROLE_NAMES", "MeshLayout", "MeshRoles", "infer_roles"]
-
-ROLE_NAMES: tuple[str, ...] = ("replicate", "shard", "tp", "ep", "cp")
-
-RECOGNISED_NAMES: Mapping[str, tuple[str, ...]] = {
-    "replicate": ("dp_replicate", "replicate", "ddp"),
-    "shard": ("dp_shard", "fsdp", "shard", "dp", "data"),
-    "tp": ("tp", "model"),
-    "ep": ("ep", "expert"),
-    "cp": ("cp", "context", "sp"),
-}
-
-_ROLE_OF_NAME = {name: role for role, names in RECOGNISED_NAMES.items() for name in names}
-_DATA_ROLES = frozenset({"replicate", "shard"})
-_COMPANION_ROLES = frozenset({"cp", "ep"})
-_SINGLE_DIM_ROLES = ("tp", "ep", "cp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshRoles:
-    """What each dim of a mesh is for; every role holds the names of its dims.
-
-    ``shard`` and ``replicate`` may name several dims, which then act as one flattened axis. A dim
-    may be ``ep`` or ``cp`` and ``shard`` (or ``replicate``) at once: its ranks then see different
-    data, and parameters that no expert plan cuts over it are cut (or replicated) over it by the
-    data axis.
-
-    Attributes:
-        replicate: Dims whose ranks hold the same slice of a parameter and see different data.
-        shard: Dims over which FSDP cuts parameters, and whose ranks see different data.
-        tp: The tensor-parallel dim.
-        ep: The expert-parallel dim.
-        cp: The context-parallel dim; its ranks see different parts of a sequence.
-
-    Raises:
-        MeshError: A value is neither a name nor a sequence of names, or names a dim twice.
-
-    Example:
-        >>> MeshRoles(replicate="dp_replicate", shard=("dp_shard", "cp"), cp="cp").shard
-        ('dp_shard', 'cp')
-    """
-
-    replicate: tuple[str, ...] = ()
-    shard: tuple[str, ...] = ()
-    tp: tuple[str, ...] = ()
-    ep: tuple[str, ...] = ()
-    cp: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            names = _as_names(field.name, getattr(self, field.name))
-            object.__setattr__(self, field.name, names)
-
-    def of(self, dim: str) -> tuple[str, ...]:
-        """Returns the roles of mesh dim ``dim``, in the order of the fields."""
-        return tuple(role for role in ROLE_NAMES if dim in getattr(self, role))
-
-    def __str__(self) -> str:
-        named = [(role, getattr(self, role)) for role in ROLE_NAMES if getattr(self, role)]
-        return ", ".join(f"{role}={'×'.join(names)}" for role, names in named) or "no roles"
-
-
-def _as_names(role: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    if value is None:
-        return ()
-    if not isinstance(value, Iterable) or isinstance(value, Mapping):
-        raise MeshError(
-            f"role {role!r}: expected a mesh dim name or a tuple of names, got {value!r}"
-        )
-    names = tuple(value)
-    if any(not isinstance(name, str) for name in names):
-        raise MeshError(f"role {role!r}: mesh dim names are strings, got {names!r}")
-    if len(set(names)) != len(names):
-        raise MeshError(f"role {role!r} names a mesh dim twice: {names!r}; name each dim once")
-    return names
-
-
-def infer_roles(
-    dim_names: Sequence[str] | None,
-    shape: Sequence[int],
-    roles: MeshRoles | Mapping[str, str | Sequence[str]] | None = None,
-) -> tuple[tuple[str, ...], MeshRoles]:
-    """Finds the role of every mesh dim (the rules are the table in this module's docstring).
-
-    Args:
-        dim_names: The mesh's dim names, or None for an unnamed mesh, whose dims are then called by
-            their roles.
-        shape: The mesh's sizes, one positive number a dim.
-        roles: What the user said, if anything: a complete :class:`MeshRoles`, or a mapping from
-            role to dim name(s) that overlays what the names say.
-
-    Returns:
-        The dim names (never None) and the roles, each role's dims in mesh order.
-
-    Raises:
-        MeshError: No role or more than one legal reading; the message lists the dims, the
-            recognised names and how to pass ``roles``.
-
-    Example:
-        >>> infer_roles(("dp", "tp"), (4, 2))
-        (('dp', 'tp'), MeshRoles(replicate=(), shard=('dp',), tp=('tp',), ep=(), cp=()))
-    """
-    shape = tuple(int(size) for size in shape)
-    names = _dim_names(dim_names, shape)
-    if isinstance(roles, MeshRoles):
-        given = {role: getattr(roles, role) for role in ROLE_NAMES}
-        inferred: dict[str, str] = {}
-    else:
-        given = _roles_of_mapping(roles)
-        inferred = {name: _ROLE_OF_NAME[name] for name in names if name in _ROLE_OF_NAME}
-    unknown = sorted({dim for dims in given.values() for dim in dims} - set(names))
-    if unknown:
-        raise _mesh_error(names, shape, f"roles name {_quote(unknown)}, which this mesh lacks")
-    found = {name: _roles_of_dim(name, given, inferred, names, shape) for name in names}
-    _check_unique_inference(found, given, names, shape)
-    result = MeshRoles(**{role: tuple(n for n in names if role in found[n]) for role in ROLE_NAMES})
-    for role in _SINGLE_DIM_ROLES:
-        if len(getattr(result, role)) > 1:
-            problem = f"role {role!r} takes one dim, got {_quote(getattr(result, role))}"
-            raise _mesh_error(names, shape, problem)
-    return names, result
-
-
-def _dim_names(dim_names: Sequence[str] | None, shape: tuple[int, ...]) -> tuple[str, ...]:
-    if any(size < 1 for size in shape) or not shape:
-        raise MeshError(f"a mesh has at least one dim and positive sizes, got shape {shape}")
-    if dim_names is None:
-        unnamed = {1: ("shard",), 2: ("replicate", "shard")}.get(len(shape))
-        if unnamed is None:
-            raise _mesh_error(
-                None, shape, f"an unnamed {len(shape)}D mesh has no default roles (1D and 2D have)"
-            )
-        return unnamed
-    names = tuple(dim_names)
-    if len(names) != len(shape):
-        raise MeshError(f"{len(names)} mesh dim names {names} for {len(shape)} dims {shape}")
-    if len(set(names)) != len(names):
-        raise _mesh_error(names, shape, "a dim name occurs twice")
-    return names
-
-
-def _roles_of_mapping(
-    roles: Mapping[str, str | Sequence[str]] | None,
-) -> dict[str, tuple[str, ...]]:
-    if roles is None:
-        return {}
-    if not isinstance(roles, Mapping):
-        raise MeshError(
-            f"roles: expected a MeshRoles or a mapping from role to dim name(s), got {roles!r}"
-        )
-    unknown = [role for role in roles if role not in ROLE_NAMES]
-    if unknown:
-        raise MeshError(
-            f"roles: unknown role {_quote(unknown)}; the roles are {', '.join(ROLE_NAMES)}"
-        )
-    return {role: _as_names(role, value) for role, value in roles.items()}
-
-
-def _roles_of_dim(
-    name: str,
-    given: Mapping[str, tuple[str, ...]],
-    inferred: Mapping[str, str],
-    names: tuple[str, ...],
-    shape: tuple[int, ...],
-) -> frozenset[str]:
-    stated = frozenset(role for role, dims in given.items() if name in dims)
-    own = inferred.get(name)
-    if (
-        own is not None and own in given
-    ):  # the user said which dims have this role; the name does not add to it
-        if not stated:
-            raise _mesh_error(
-                names,
-                shape,
-                f"dim {name!r} has no role: its name means {own!r}, but roles gives {own!r} to "
-                f"{_quote(given[own]) or 'no dim'}",
-            )
-        own = None
-    if not stated:
-        if own is None:
-            raise _mesh_error(names, shape, f"dim {name!r} has no role")
-        return frozenset({own})
-    if own in _COMPANION_ROLES and stated <= _DATA_ROLES:
-        stated |= {own}
-    if len(stated & _DATA_ROLES) > 1 or len(stated - _DATA_ROLES) > 1 or len(stated) > 2:
-        raise _mesh_error(names, shape, f"dim {name!r} has conflicting roles {_quote(stated)}")
-    if "tp" in stated and len(stated) > 1:
-        raise _mesh_error(names, shape, f"dim {name!r} has conflicting roles {_quote(stated)}")
-    return stated
-
-
-def _check_unique_inference(
-    found: Mapping[str, frozenset[str]],
-    given: Mapping[str, tuple[str, ...]],
-    names: tuple[str, ...],
-    shape: tuple[int, ...],
-) -> None:
-    for role in ROLE_NAMES:
-        dims = [name for name in names if role in found[name]]
-        if role not in given and len(dims) > 1:
-            hint = ""
-            if role == "shard":
-                hint = (
-                    f"; say {{'replicate': {dims[0]!r}, 'shard': {dims[1]!r}}} for HSDP, or "
-                    f"{{'shard': {tuple(dims)!r}}} for one flattened shard axis"
-                )
-            raise _mesh_error(
-                names, shape, f"the names {_quote(dims)} all mean role {role!r}{hint}"
-            )
-
-
-def _quote(names: Iterable[str]) -> str:
-    return ", ".join(
-        repr(name) for name in (sorted(names) if isinstance(names, set | frozenset) else names)
-    )
-
-
-def _mesh_error(names: tuple[str, ...] | None, shape: tuple[int, ...], problem: str) -> MeshError:
-    if names is None:
-        mesh = f"unnamed mesh of shape {shape}"
-        fix = "Give the mesh names: init_device_mesh(..., mesh_dim_names=(...))"
-    else:
-        dims = ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
-        mesh = f"mesh ({dims})"
-        fix = (
-            "Pass roles, e.g. Policy(roles={'shard': ('dp_shard', 'cp'), 'tp': 'tp'}), or rename "
-            "the dims"
-        )
-    known = "; ".join(f"{role}: {', '.join(RECOGNISED_NAMES[role])}" for role in ROLE_NAMES)
-    return MeshError(f"{mesh}: {problem}. {fix}. Recognised names are {known}.")
+__all__ = [
+    "RECOGNISED_NAMES",
+    "ROLE_NAMES",
+    "MeshLayout",
+    "MeshRoles",
+    "ParallelState",
+    "build_fsdp_meshes",
+    "infer_roles",
+    "validate_hybrid_shard_args",
+]
 
 
 @dataclass(frozen=True)
@@ -335,12 +100,14 @@ class MeshLayout:
         if rank is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
         try:
-            tensor = mesh.mesh
+            shape, ranks = mesh_ranks(mesh)
         except RuntimeError as error:  # a slice that this process has no part in
-            raise MeshError(f"rank {rank} is not in the mesh {mesh.mesh_dim_names}") from error
-        shape = tuple(tensor.shape)
+            raise MeshError(
+                f"rank {rank} is not in the mesh with dims {mesh.mesh_dim_names}; only its ranks "
+                f"may plan, shard or run on it"
+            ) from error
         names, found = infer_roles(mesh.mesh_dim_names, shape, roles)
-        return cls(names, shape, tuple(tensor.flatten().tolist()), rank, found)
+        return cls(names, shape, ranks, rank, found)
 
     @cached_property
     def coordinate(self) -> tuple[int, ...]:
@@ -375,7 +142,9 @@ class MeshLayout:
         wanted = {names} if isinstance(names, str) else set(names)
         unknown = wanted - set(self.dim_names)
         if unknown:
-            raise MeshError(f"mesh ({self.describe()}) has no dim {_quote(unknown)}")
+            raise MeshError(
+                f"mesh ({self.describe()}) has no dim {', '.join(map(repr, sorted(unknown)))}"
+            )
         return tuple(name for name in self.dim_names if name in wanted)
 
     def size(self, axes: str | Iterable[str]) -> int:
@@ -389,11 +158,21 @@ class MeshLayout:
         the rank order of the flattened process group.
         """
         wanted = self.axes(axes)
+        if wanted not in self._known_groups:
+            self._known_groups[wanted] = self._enumerate(wanted)
+        return self._known_groups[wanted]
+
+    @cached_property
+    def _known_groups(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        # Thousands of parameters ask for the same few groups; they share one tuple each.
+        return {}
+
+    def _enumerate(self, wanted: tuple[str, ...]) -> tuple[int, ...]:
+        strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         choices = [
             range(size) if name in wanted else (here,)
             for name, size, here in zip(self.dim_names, self.shape, self.coordinate, strict=True)
         ]
-        strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         return tuple(
             self.ranks[sum(c * s for c, s in zip(point, strides, strict=True))]
             for point in product(*choices)
@@ -412,3 +191,115 @@ def _short(ranks: tuple[int, ...]) -> str:
     if len(ranks) <= 16:
         return str(list(ranks))
     return f"[{ranks[0]}, {ranks[1]}, …, {ranks[-1]}] ({len(ranks)} ranks)"
+
+
+def build_fsdp_meshes(
+    device_type: str, world_size: int, context_parallel_size: int, dp_replicate_size: int
+) -> dict[str, DeviceMesh]:
+    """Builds the views of one world that a trainer with hybrid sharding and context parallel needs.
+
+    Hybrid sharding makes the groups that shard a parameter smaller; it does not change which ranks
+    load different data. So there are two readings of the same ranks. With 8 ranks, context size 2
+    and 2 replicas::
+
+        dp_cp  (dp=4, cp=2)                  the world
+        dp     (dp=4), cp (cp=2)             its dims: loading data, splitting sequences
+        fsdp   (dp_replicate=2, dp_shard=4)  what parameters are sharded on
+
+    The ranks of a cp group see different parts of a sequence, so they are data-parallel ranks to a
+    parameter: the shard axis of ``fsdp`` is the part of ``dp`` that is not replicated, times
+    ``cp``. With context size 1, ``fsdp`` is ``dp`` itself when there is one replica, else ``dp``
+    split in two. It is always a 1D or 2D mesh that ``fully_shard`` takes as it is.
+
+    Args:
+        device_type: As for ``init_device_mesh``.
+        world_size: The number of ranks.
+        context_parallel_size: Ranks that share a sequence.
+        dp_replicate_size: Replicas of the sharded parameters; 1 shards over all data ranks.
+
+    Returns:
+        The meshes ``dp_cp``, ``dp``, ``cp`` and ``fsdp``.
+
+    Raises:
+        MeshError: A size below 1, or one that does not divide; the message has the numbers.
+
+    Example:
+        >>> build_fsdp_meshes("cpu", 8, 1, 2)["fsdp"].mesh_dim_names
+        ('dp_replicate', 'dp_shard')
+    """
+    _check_hybrid_sizes(world_size, context_parallel_size, dp_replicate_size)
+    dp_size = world_size // context_parallel_size
+    root = init_device_mesh(
+        device_type, (dp_size, context_parallel_size), mesh_dim_names=("dp", "cp")
+    )
+    data = root["dp"] if context_parallel_size == 1 else flatten_mesh(root, "dp_cp")
+    shard_size = data.size() // dp_replicate_size
+    if dp_replicate_size > 1:
+        fsdp = unflatten_mesh(
+            data, 0, (dp_replicate_size, shard_size), ("dp_replicate", "dp_shard")
+        )
+    elif context_parallel_size > 1:
+        fsdp = unflatten_mesh(data, 0, (shard_size,), ("dp_shard",))
+    else:
+        fsdp = data
+    return {"dp_cp": root, "dp": root["dp"], "cp": root["cp"], "fsdp": fsdp}
+
+
+def validate_hybrid_shard_args(args: Any) -> None:
+    """Checks a training topology before anything is started.
+
+    Args:
+        args: Has ``dp_replicate_size``, ``context_parallel_size``, and either ``world_size`` or
+            ``actor_num_nodes`` and ``actor_num_gpus_per_node``.
+
+    Raises:
+        MeshError: The sizes cannot form a hybrid-shard mesh; the message has the numbers.
+    """
+    world_size = getattr(args, "world_size", None)
+    if world_size is None:
+        world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
+    _check_hybrid_sizes(world_size, args.context_parallel_size, args.dp_replicate_size)
+
+
+def _check_hybrid_sizes(world: int, context: int, replicate: int) -> None:
+    for name, size in (
+        ("dp_replicate_size", replicate),
+        ("world_size", world),
+        ("context_parallel_size", context),
+    ):
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise MeshError(f"{name} must be an int, got {size!r} of type {type(size).__name__}")
+        if size < 1:
+            raise MeshError(f"{name} must be at least 1, got {size}")
+    if world % context:
+        raise MeshError(
+            f"world_size({world}) must be divisible by context_parallel_size({context})"
+        )
+    if (world // context) % replicate:
+        raise MeshError(
+            f"data_parallel_size({world // context}) must be divisible by "
+            f"dp_replicate_size({replicate})"
+        )
+
+
+@dataclass(frozen=True)
+class ParallelState:
+    """The named meshes of a trainer.
+
+    Attributes:
+        meshes: Name to mesh, e.g. what :func:`build_fsdp_meshes` returns.
+    """
+
+    meshes: Mapping[str, DeviceMesh]
+
+    def get_mesh(self, name: str) -> DeviceMesh:
+        """Returns the mesh called ``name``.
+
+        Raises:
+            MeshError: There is none; the message lists the names.
+        """
+        if name not in self.meshes:
+            raise MeshError(
+                f"no mesh is called {name!r}; the meshes are {', '.join(sorted(self.meshes))}"
+            )
+        return self.meshes[name]

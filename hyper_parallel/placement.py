@@ -17,20 +17,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch.distributed.tensor import Placement, Replicate, Shard
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hyper_parallel.errors import PlacementError
+from hyper_parallel.errors import MeshError, PlacementError
 from hyper_parallel.mesh import MeshLayout
-from hyper_parallel.torch_compat.distributed import is_shard, is_strided_shard, strided_shard
+from hyper_parallel.torch_compat.distributed import (
+    is_strided_shard,
+    shard_dim_of,
+    split_factor_of,
+    strided_shard,
+)
 
 __all__ = [
     "combine_placements",
+    "dtensor_placements",
     "format_placement",
     "format_placements",
     "local_shape",
     "model_parallel_placements",
+    "normalise_dim",
     "shard_lengths",
     "shard_offsets",
+    "take_model_parallel_part",
+    "take_shard",
 ]
 
 
@@ -91,15 +101,23 @@ def model_parallel_placements(
     Raises:
         PlacementError: A dim without a tp or ep role, a placement of another kind, a tensor dim
             that does not exist or that the mesh dims do not divide.
+        MeshError: A mesh dim that does not exist.
     """
     placements = dict(placements or {})
+    missing = [axis for axis in placements if axis not in layout.dim_names]
+    if missing:
+        raise MeshError(
+            f"{fqn}: a TP/EP plan names mesh dim {missing[0]!r}, but the mesh has "
+            f"({layout.describe()}); add the dim to the mesh or drop the plan"
+        )
     cut: dict[str, Placement] = {}
     left = list(shape)
     for axis in layout.axes(placements):
         placement = placements[axis]
         if isinstance(placement, Replicate):
             continue
-        if not is_shard(placement):
+        stated = shard_dim_of(placement)
+        if stated is None:
             raise PlacementError(
                 f"{fqn}: a TP/EP plan places a parameter as Shard or Replicate, got {placement} on "
                 f"mesh dim {axis!r}"
@@ -109,7 +127,7 @@ def model_parallel_placements(
                 f"{fqn}: mesh dim {axis!r} has role {'/'.join(layout.roles.of(axis))}, but only tp "
                 f"and ep dims take a TP/EP placement, got {placement}"
             )
-        dim = normalise_dim(fqn, shape, placement.dim)  # type: ignore[attr-defined]
+        dim = normalise_dim(fqn, shape, stated)
         size = layout.size(axis)
         if left[dim] % size:
             raise PlacementError(
@@ -133,6 +151,35 @@ def normalise_dim(fqn: str, shape: Sequence[int], dim: int) -> int:
             f"0 to {len(shape) - 1}"
         )
     return dim % len(shape)
+
+
+def dtensor_placements(
+    fqn: str, param: torch.Tensor, layout: MeshLayout
+) -> Mapping[str, Placement]:
+    """Reads what TP and EP did to a parameter that is a DTensor already; nothing if it is not.
+
+    Raises:
+        PlacementError: Its mesh has no dim names, or another dim than tp or ep cuts it already.
+    """
+    if not isinstance(param, DTensor):
+        return {}
+    names = param.device_mesh.mesh_dim_names
+    if names is None:
+        raise PlacementError(
+            f"{fqn}: it is a DTensor on a mesh without dim names, so its tp or ep dims are "
+            f"unknown; parallelize it on a slice of the named mesh, e.g. mesh['tp']"
+        )
+    for axis, placement in zip(names, param.placements, strict=True):
+        if axis not in layout.roles.tp + layout.roles.ep and not placement.is_replicate():
+            raise PlacementError(
+                f"{fqn}: it is a DTensor that is {placement} on mesh dim {axis!r} already; shard a "
+                f"model once, and pass one that only tp or ep dims have placed"
+            )
+    return {
+        axis: placement
+        for axis, placement in zip(names, param.placements, strict=True)
+        if not placement.is_replicate()
+    }
 
 
 def combine_placements(
@@ -162,8 +209,7 @@ def combine_placements(
             continue
         split = 1
         for right in range(index + 1, len(layout.dim_names)):
-            placement = unsharded[right]
-            if is_shard(placement) and placement.dim == shard_dim:  # type: ignore[attr-defined]
+            if shard_dim_of(unsharded[right]) == shard_dim:
                 split *= layout.shape[right]
         sharded[index] = strided_shard(shard_dim, split) if split > 1 else Shard(shard_dim)
     return tuple(sharded), unsharded
@@ -175,20 +221,59 @@ def local_shape(
     """Returns the shape that TP and EP leave on a rank (they divide evenly)."""
     left = list(shape)
     for axis, placement in placements.items():
-        if is_shard(placement):
-            left[placement.dim] //= layout.size(axis)  # type: ignore[attr-defined]
+        dim = shard_dim_of(placement)
+        if dim is not None:
+            left[dim] //= layout.size(axis)
     return tuple(left)
+
+
+def take_model_parallel_part(
+    tensor: torch.Tensor, layout: MeshLayout, placements: Sequence[Placement]
+) -> torch.Tensor:
+    """Returns this rank's TP/EP slice of a full tensor, as DTensor would cut it.
+
+    Args:
+        tensor: The full tensor.
+        layout: The mesh, seen from one rank.
+        placements: ``unsharded_placements``: one entry a mesh dim; they divide evenly.
+
+    Returns:
+        A view where the slice is contiguous, else a copy.
+    """
+    for placement, size, index in zip(placements, layout.shape, layout.coordinate, strict=True):
+        dim = shard_dim_of(placement)
+        if dim is None or size == 1:
+            continue
+        # A strided shard takes the index-th of `size` parts of each of `split` slices.
+        split = split_factor_of(placement)
+        rows = tensor.shape[dim] // (split * size)
+        parts = tensor.unflatten(dim, (split, size, rows)).select(dim + 1, index)
+        tensor = parts.flatten(dim, dim + 1)
+    return tensor
+
+
+def take_shard(
+    tensor: torch.Tensor, shard_dim: int, lengths: Sequence[int], index: int
+) -> torch.Tensor:
+    """Returns one rank's shard of an unsharded local tensor, as a view.
+
+    Args:
+        tensor: What TP and EP left.
+        shard_dim: The dim that FSDP cuts.
+        lengths: Rows per rank of the shard group.
+        index: The rank's place in the shard group.
+    """
+    return tensor.narrow(shard_dim, sum(lengths[:index]), lengths[index])
 
 
 def format_placement(placement: Placement) -> str:
     """Returns a short, stable text: ``R``, ``S(0)``, ``_S(0,2)``."""
     if isinstance(placement, Replicate):
         return "R"
+    dim = shard_dim_of(placement)
     if is_strided_shard(placement):
-        return f"_S({placement.dim},{placement.split_factor})"  # type: ignore[attr-defined]
-    if is_shard(placement):
-        return f"S({placement.dim})"  # type: ignore[attr-defined]
-    return str(placement)
+        return f"_S({dim},{split_factor_of(placement)})"
+    return str(placement) if dim is None else f"S({dim})"
 
 
 def format_placements(placements: Sequence[Placement]) -> str:

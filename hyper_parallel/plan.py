@@ -28,9 +28,11 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from hyper_parallel.errors import PlacementError, PolicyError
+from hyper_parallel.explain import IGNORED_REASON, explain_axes, explain_plan
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.placement import (
     combine_placements,
+    dtensor_placements,
     local_shape,
     model_parallel_placements,
     normalise_dim,
@@ -71,6 +73,9 @@ class ParamPlan:
         placements: The combined placement, one entry a mesh dim.
         unsharded_placements: The same after unshard; differs on the shard axes only.
         rank_size: Ranks of the data-parallel domain of this parameter.
+        batch_ranks: Ranks over whose data the mean is taken: all batch dims. More than
+            ``rank_size`` when a plan cuts the parameter over a batch dim; its gradient then comes
+            summed over it.
         shard_size: Slices that FSDP makes; 1 means not cut.
         dp_size: Replicas of each slice: ``rank_size // shard_size``.
         sharded_ranks: Global ranks of the shard group, where RS and AG run.
@@ -94,6 +99,7 @@ class ParamPlan:
     placements: tuple[Placement, ...]
     unsharded_placements: tuple[Placement, ...]
     rank_size: int
+    batch_ranks: int
     shard_size: int
     dp_size: int
     sharded_ranks: tuple[int, ...]
@@ -176,22 +182,27 @@ def plan_param(
         PlacementError: A placement is not legal for the parameter.
     """
     shape = tuple(int(size) for size in like.shape)
-    enabled = resolve_enable_param_shard(layout, policy)
     if ignored:
         return _ignored_plan(fqn, shape, like, layout)
     cut = model_parallel_placements(fqn, shape, layout, mp_placements)
     domain = tuple(axis for axis in layout.batch_dims if axis not in cut)
-    possible = tuple(axis for axis in domain if axis in layout.roles.shard)
-    whole = _why_not_cut(shape, possible, enabled, policy)
-    shard_axes = () if whole else possible
-    shard_dim = None if whole else _shard_dim(fqn, shape, like if param is None else param, policy)
+    shard_axes = tuple(axis for axis in domain if axis in layout.roles.shard)
+    shard_dim: int | None = None
+    whole = _why_whole(shape, shard_axes, layout, policy)
+    if whole:
+        shard_axes = ()
+    else:
+        shard_dim, shard_axes = _resolve_cut(
+            fqn, shape, like if param is None else param, shard_axes, policy
+        )
     replica_axes = tuple(axis for axis in domain if axis not in shard_axes)
+    sum_axes = _check_sum_axes(fqn, layout, sum_axes, {*domain, *cut})
+    shard_size, dp_size = layout.size(shard_axes), layout.size(replica_axes)
+    _check_reshard(layout, policy, shard_axes, f"{fqn}: ")
     placements, unsharded = combine_placements(layout, cut, shard_axes, shard_dim)
     local = local_shape(shape, layout, cut)
     factors = tuple(layout.size(axis) for axis in shard_axes)
     sharded_ranks = layout.ranks_along(shard_axes)
-    shard_size, dp_size = layout.size(shard_axes), layout.size(replica_axes)
-    reduction = _reduction(shard_size, dp_size) if like.requires_grad else "none"
     return ParamPlan(
         fqn=fqn,
         shape=shape,
@@ -199,17 +210,27 @@ def plan_param(
         placements=placements,
         unsharded_placements=unsharded,
         rank_size=layout.size(domain),
+        batch_ranks=layout.size(layout.batch_dims),
         shard_size=shard_size,
         dp_size=dp_size,
         sharded_ranks=sharded_ranks,
         unsharded_ranks=layout.ranks_along(replica_axes),
-        reduction=reduction,
-        reason=_reason(layout, cut, shard_axes, replica_axes, shard_dim, whole, like.requires_grad),
+        reduction=_reduction(shard_size, dp_size) if like.requires_grad else "none",
+        reason=explain_plan(
+            layout,
+            model_parallel=cut,
+            shard_axes=shard_axes,
+            replica_axes=replica_axes,
+            sum_axes=sum_axes,
+            shard_dim=shard_dim,
+            whole=whole,
+            requires_grad=like.requires_grad,
+        ),
         requires_grad=bool(like.requires_grad),
         shard_dim=shard_dim,
         shard_axes=shard_axes,
         replica_axes=replica_axes,
-        sum_axes=layout.axes(sum_axes),
+        sum_axes=sum_axes,
         local_shape=local,
         lengths=() if shard_dim is None else shard_lengths(local[shard_dim], factors),
         shard_index=sharded_ranks.index(layout.rank),
@@ -221,6 +242,7 @@ def plan_params(
     layout: MeshLayout,
     policy: Policy,
     mp: Mapping[str, Mapping[str, Placement]] | None = None,
+    sum_axes: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, ParamPlan]:
     """Plans every parameter of a module, in registration order.
 
@@ -230,100 +252,135 @@ def plan_params(
         module: The module; its parameters may live on the meta device.
         layout: The mesh, seen from one rank.
         policy: The policy.
-        mp: For parameters that a TP/EP plan places: FQN to mesh dim to placement.
+        mp: For parameters that a TP/EP plan places: FQN to mesh dim to placement. None reads the
+            placements of parameters that are DTensors already.
+        sum_axes: FQN to the tp/ep dims that leave the parameter's gradient a partial sum.
 
     Raises:
         PolicyError: The policy does not fit the mesh or the module.
         PlacementError: A placement is not legal for a parameter.
     """
-    mp = mp or {}
-    check_reshard_after_forward(layout, policy)
+    resolve_enable_param_shard(layout, policy)
+    _check_reshard(layout, policy, layout.roles.shard)
+    sum_axes = sum_axes or {}
     names: dict[int, list[str]] = {}
     params: dict[int, nn.Parameter] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
         params[id(param)] = param
-    unknown = sorted(set(mp) - {aliases[0] for aliases in names.values()})
+    unknown = sorted({*(mp or {}), *sum_axes} - {aliases[0] for aliases in names.values()})
     if unknown:
-        raise PlacementError(f"{unknown[0]}: a TP/EP plan places it, but no parameter has this FQN")
+        raise PlacementError(
+            f"{unknown[0]}: a TP/EP plan places it, but no parameter has this FQN (a tied "
+            f"parameter is known by its first name)"
+        )
     ignored = _ignored_ids(params, names, policy)
-    return {
-        aliases[0]: plan_param(
-            aliases[0],
-            params[key],
+    plans = {}
+    for key, (fqn, *_) in names.items():
+        param = params[key]
+        placed = dtensor_placements(fqn, param, layout) if mp is None else mp.get(fqn)
+        plans[fqn] = plan_param(
+            fqn,
+            param,
             layout=layout,
             policy=policy,
-            mp_placements=mp.get(aliases[0]),
+            mp_placements=placed,
+            sum_axes=sum_axes.get(fqn, ()),
             ignored=key in ignored,
         )
-        for key, aliases in names.items()
-    }
-
-
-def check_reshard_after_forward(layout: MeshLayout, policy: Policy) -> None:
-    """Checks that an integer ``reshard_after_forward`` divides the shard axis.
-
-    Raises:
-        PolicyError: It does not; the message lists the divisors.
-    """
-    size = policy.reshard_after_forward
-    if size is None or isinstance(size, bool):
-        return
-    total = layout.size(layout.roles.shard)
-    if total % size:
-        divisors = [n for n in range(1, total + 1) if total % n == 0]
-        raise PolicyError(
-            f"Policy.reshard_after_forward: {size} does not divide the shard axis of {total} ranks "
-            f"({' × '.join(layout.roles.shard) or 'no shard dim'}); choose one of {divisors}"
-        )
+    return plans
 
 
 def _ignored_ids(
     params: Mapping[int, nn.Parameter], names: Mapping[int, Sequence[str]], policy: Policy
 ) -> set[int]:
     wanted: Any = policy.ignored_params
-    ignored = {key for key, param in params.items() if param in wanted}
+    ignored = params.keys() & {id(item) for item in wanted if not isinstance(item, str)}
     for glob in sorted(item for item in wanted if isinstance(item, str)):
         hits = {key for key, aliases in names.items() if any(fnmatchcase(a, glob) for a in aliases)}
         if not hits:
+            known = ", ".join(aliases[0] for aliases in list(names.values())[:3])
             raise PolicyError(
-                f"Policy.ignored_params: {glob!r} matches no parameter; names look like "
-                f"{', '.join(aliases[0] for aliases in list(names.values())[:3]) or '(none)'}"
+                f"Policy.ignored_params: {glob!r} matches no parameter; the names are "
+                f"{known or '(none)'}{', …' if len(names) > 3 else ''}"
             )
         ignored |= hits
     return ignored
 
 
-def _why_not_cut(
-    shape: tuple[int, ...], possible: tuple[str, ...], enabled: bool, policy: Policy
+def _check_reshard(
+    layout: MeshLayout, policy: Policy, axes: Sequence[str], prefix: str = ""
+) -> None:
+    """Checks that an integer ``reshard_after_forward`` divides a shard axis that is cut."""
+    size, total = policy.reshard_after_forward, layout.size(axes)
+    if size is None or isinstance(size, bool) or policy.enable_param_shard is False:
+        return
+    if total % size and (total > 1 or not prefix):
+        divisors = [n for n in range(1, total + 1) if total % n == 0]
+        shown = explain_axes(layout, axes) or "no shard dim"
+        raise PolicyError(
+            f"{prefix}Policy.reshard_after_forward: {size} does not divide the shard axis of "
+            f"{total} ranks ({shown}); choose one of {divisors}"
+        )
+
+
+def _check_sum_axes(
+    fqn: str, layout: MeshLayout, sum_axes: Sequence[str], taken: set[str]
+) -> tuple[str, ...]:
+    for axis in layout.axes(sum_axes):
+        if axis in taken or axis not in layout.roles.tp + layout.roles.ep:
+            raise PlacementError(
+                f"{fqn}: its gradient cannot be a partial sum over mesh dim {axis!r} (role "
+                f"{'/'.join(layout.roles.of(axis))}); only a tp or ep dim that neither cuts the "
+                f"parameter nor splits the batch leaves one"
+            )
+    return layout.axes(sum_axes)
+
+
+def _why_whole(
+    shape: tuple[int, ...], shard_axes: tuple[str, ...], layout: MeshLayout, policy: Policy
 ) -> str:
     """Returns why FSDP leaves a parameter whole, or an empty text if it cuts it."""
-    if policy.enable_param_shard is False:
-        return "enable_param_shard is False"
-    if not enabled:
-        return "the mesh has no data dim"
-    if not possible:
-        return "no shard dim is left for it"
+    if not resolve_enable_param_shard(layout, policy):
+        off = policy.enable_param_shard is False
+        return "enable_param_shard is False" if off else "the mesh has no data-parallel dim"
+    if not layout.roles.shard:
+        return "the mesh has no shard dim"
+    if not shard_axes:
+        return "its plan already uses every shard dim"
     if not shape:
         return "it is a scalar"
     numel = math.prod(shape)
     if numel < policy.min_shard_numel:
-        return f"it has {numel} elements, fewer than min_shard_numel={policy.min_shard_numel}"
+        return f"its {numel} elements are fewer than min_shard_numel={policy.min_shard_numel}"
     return ""
 
 
-def _shard_dim(fqn: str, shape: tuple[int, ...], param: Any, policy: Policy) -> int:
+def _resolve_cut(
+    fqn: str, shape: tuple[int, ...], param: Any, shard_axes: tuple[str, ...], policy: Policy
+) -> tuple[int, tuple[str, ...]]:
+    """Returns which tensor dim FSDP cuts, and over which of the possible mesh dims."""
     if policy.shard_placement_fn is None:
-        return 0
+        return 0, shard_axes
     answer = policy.shard_placement_fn(param)
-    if answer is None:
-        return 0
-    if not isinstance(answer, Shard):
+    placement, axes = answer, shard_axes
+    if isinstance(answer, tuple) and len(answer) == 2:
+        placement, chosen = answer
+        chosen = (chosen,) if isinstance(chosen, str) else chosen
+        axes = tuple(axis for axis in shard_axes if axis in chosen)
+        if set(axes) != set(chosen) or not axes:
+            raise PlacementError(
+                f"{fqn}: shard_placement_fn chose the mesh dims {chosen!r}; the shard dims open to "
+                f"this parameter are {shard_axes}"
+            )
+    if placement is None:
+        return 0, axes
+    if not isinstance(placement, Shard):
         raise PlacementError(
             f"{fqn}: shard_placement_fn returned {answer!r} of type {type(answer).__name__}; "
             f"expected Shard(dim) with a dim of shape {shape}, or None for Shard(0)"
         )
-    return normalise_dim(fqn, shape, answer.dim)
+    return normalise_dim(fqn, shape, placement.dim), axes
 
 
 def _reduction(shard_size: int, dp_size: int) -> str:
@@ -342,56 +399,14 @@ def _ignored_plan(
         placements=whole,
         unsharded_placements=whole,
         rank_size=1,
+        batch_ranks=1,
         shard_size=1,
         dp_size=1,
         sharded_ranks=(layout.rank,),
         unsharded_ranks=(layout.rank,),
         reduction="none",
-        reason="Ignored by the policy: a plain tensor on every rank, its gradient stays local.",
+        reason=IGNORED_REASON,
         requires_grad=bool(like.requires_grad),
         ignored=True,
         local_shape=shape,
     )
-
-
-def _reason(
-    layout: MeshLayout,
-    cut: Mapping[str, Placement],
-    shard_axes: tuple[str, ...],
-    replica_axes: tuple[str, ...],
-    shard_dim: int | None,
-    whole: str,
-    requires_grad: bool,
-) -> str:
-    """Writes one sentence for a reviewer: what is cut, over what, and what that costs."""
-    parts = []
-    if cut:
-        parts.append(
-            f"{_axes_text(layout, tuple(cut))} holds it in slices by the model-parallel plan"
-        )
-    if whole:
-        parts.append(f"FSDP leaves it whole because {whole}")
-    elif layout.size(shard_axes) == 1:
-        parts.append(f"FSDP leaves it whole because {_axes_text(layout, shard_axes)} is one rank")
-    else:
-        parts.append(f"FSDP cuts dim {shard_dim} over {_axes_text(layout, shard_axes)}")
-    scatter, replicas = layout.size(shard_axes) > 1, layout.size(replica_axes) > 1
-    if not requires_grad:
-        parts.append("frozen, so no gradient is reduced")
-    elif scatter and replicas:
-        parts.append(
-            f"the gradient is reduce-scattered there, then all-reduced over "
-            f"{_axes_text(layout, replica_axes)}"
-        )
-    elif scatter:
-        parts.append("the gradient is reduce-scattered there, and no replicas are left to agree")
-    elif replicas:
-        parts.append(f"the gradient is all-reduced over {_axes_text(layout, replica_axes)}")
-    else:
-        parts.append("no other rank holds data for it, so the gradient stays local")
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _axes_text(layout: MeshLayout, axes: tuple[str, ...]) -> str:
-    return "×".join(f"{axis}({layout.size(axis)})" for axis in axes)

@@ -72,6 +72,7 @@ class Policy:
             for backward: least memory. False keeps them until backward: less traffic. An int
             reshards to groups of that size. None is True for every unit but the root.
         shard_placement_fn: From a parameter to the ``Shard`` that FSDP applies; None means dim 0.
+            ``(Shard(dim), axes)`` limits the cut to some of the shard dims, by mesh dim name.
         mp_policy: Dtypes of parameters, reductions and outputs.
         offload_policy: Where sharded parameters live between steps.
         ignored_params: Parameters, or globs of FQNs, that are left alone entirely.
@@ -171,11 +172,6 @@ class Policy:
                 f"Policy.zero({level}): zero_level={changes['zero_level']!r} contradicts the level"
             )
         return cls(**changes)
-
-    def replace(self, **changes: Any) -> Policy:
-        """Returns a copy with some fields changed; the copy is checked like any other policy."""
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        return type(self)(**{**values, **changes})
 
     def __hash__(self) -> int:
         # OffloadPolicy is a mutable dataclass in torch and has no hash of its own.

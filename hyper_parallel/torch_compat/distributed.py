@@ -13,23 +13,27 @@ from torch._C._distributed_c10d import (
     _resolve_process_group,
     _unregister_process_group,
 )
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
     "flatten_group",
+    "flatten_mesh",
     "is_shard",
     "is_strided_shard",
+    "mesh_ranks",
     "register_group_alias",
+    "shard_dim_of",
+    "split_factor_of",
     "strided_shard",
     "unflatten_mesh",
 ]
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Returns ``_StridedShard(dim, split_factor)``: cut after the dims to its right."""
+    """Returns ``_StridedShard(dim, split_factor)``: cut after the mesh dims to its right."""
     return _StridedShard(dim, split_factor=split_factor)
 
 
@@ -43,18 +47,50 @@ def is_shard(placement: object) -> bool:
     return isinstance(placement, Shard | _StridedShard)
 
 
+def shard_dim_of(placement: object) -> int | None:
+    """Returns the tensor dim that a placement cuts, or None."""
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def split_factor_of(placement: object) -> int:
+    """Returns the split factor of a ``_StridedShard``; 1 for any other placement."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
 def register_group_alias(alias: str, group: dist.ProcessGroup) -> None:
     """Makes ``alias`` a name of ``group`` for ``_c10d_functional`` ops, replacing a stale one."""
-    name = GroupName(alias)
     try:
-        current = _resolve_process_group(name)
+        current = _resolve_process_group(alias)  # type: ignore[arg-type]
     except RuntimeError:
         current = None
     if current is not None:
         if current == group:
             return
-        _unregister_process_group(name)
-    _register_process_group(name, group)
+        _unregister_process_group(alias)  # type: ignore[arg-type]
+    _register_process_group(alias, group)  # type: ignore[arg-type]
+
+
+def mesh_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns a mesh's shape and its global ranks, row-major; works inside a fake tensor mode.
+
+    Raises:
+        RuntimeError: The mesh is a slice of a larger one that does not hold this process's rank.
+    """
+    with unset_fake_temporarily():
+        tensor = mesh.mesh
+        return tuple(tensor.shape), tuple(tensor.flatten().tolist())
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Returns ``mesh`` as one dim; collective over the root mesh, made once per name."""
+    return mesh._flatten(name)
+
+
+def unflatten_mesh(
+    mesh: DeviceMesh, dim: int, sizes: Sequence[int], names: Sequence[str]
+) -> DeviceMesh:
+    """Returns ``mesh`` with dim ``dim`` split into several; keeps the root mesh."""
+    return mesh._unflatten(dim, tuple(sizes), tuple(names))
 
 
 def flatten_group(
@@ -70,21 +106,15 @@ def flatten_group(
         axes: The dims to flatten, in mesh order.
         name: What to call the flattened dim if it has to be made.
     """
-    if mesh.mesh_dim_names is None:
-        mesh = DeviceMesh(
-            mesh.device_type, mesh.mesh, mesh_dim_names=tuple(dim_names), _init_backend=False
-        )
-        mesh._dim_group_names = []
-    part = mesh[tuple(axes)] if tuple(axes) != mesh.mesh_dim_names else mesh
-    ranks = part.mesh.flatten().tolist()
-    for flat in part._get_root_mesh()._flatten_mapping.values():
-        if flat.mesh.tolist() == ranks:
-            return flat.get_group()
-    return part._flatten(name).get_group()
-
-
-def unflatten_mesh(
-    mesh: DeviceMesh, dim: int, sizes: Sequence[int], names: Sequence[str]
-) -> DeviceMesh:
-    """Returns ``mesh`` with dim ``dim`` split into several; keeps the root mesh."""
-    return mesh._unflatten(dim, tuple(sizes), tuple(names))
+    with unset_fake_temporarily():
+        if mesh.mesh_dim_names is None:
+            mesh = DeviceMesh(
+                mesh.device_type, mesh.mesh, mesh_dim_names=tuple(dim_names), _init_backend=False
+            )
+            mesh._dim_group_names = []
+        part = mesh[tuple(axes)]
+        _, ranks = mesh_ranks(part)
+        for flat in part._get_root_mesh()._flatten_mapping.values():
+            if mesh_ranks(flat) == ((len(ranks),), ranks):
+                return flat.get_group()
+        return part._flatten(name).get_group()
