@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 # Before torch is imported: several ranks share the cores, and sums must not depend on their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Models are built from configs; a test that reaches for the network must fail everywhere alike.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
