@@ -205,7 +205,7 @@ def _local_powers(locals_: Sequence[Tensor], p: float, foreach: bool | None) -> 
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         values = [local for _, local in members]
         if foreach is not False:
-            norms = torch._foreach_norm(values, p, dtype=wide)
+            norms = list(torch._foreach_norm(values, p, dtype=wide))
         else:
             norms = [torch.linalg.vector_norm(value, p, dtype=wide) for value in values]
         for (index, _), norm in zip(members, norms, strict=True):

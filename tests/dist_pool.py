@@ -54,7 +54,7 @@ STACK_LINES = 80
 OUTPUT_LINES = 40
 # Fork from a process that has imported torch and nothing else: a new worker costs milliseconds.
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor", "tests.dist_worker"]
+PRELOAD = ["torch.distributed.fsdp", "torch.distributed.tensor.debug", "tests.dist_worker"]
 
 
 class RanksFailed(RuntimeError):
@@ -118,7 +118,11 @@ class WorkerPool:
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by _collect
                 connection.send(case)
-        answers, died = self._collect(timeout)
+        try:
+            answers, died = self._collect(timeout)
+        except BaseException:  # an interrupt or the limit of the test: the workers are still busy
+            self.close()
+            raise
         if len(answers) == self.world_size and not any(a.error for a in answers.values()):
             self._show_output()
             return [pickle.loads(answers[rank].value or b"") for rank in range(self.world_size)]

@@ -116,7 +116,7 @@ def describe_failure(error: BaseException) -> str:
     return text
 
 
-def _run_case(config: WorkerConfig, case: Case, store: dist.Store) -> Answer:
+def _run_case(config: WorkerConfig, case: Case, store: dist.Store, cleaner: _Cleaner) -> Answer:
     reset_state()
     try:
         sys.path[:] = case.path  # the modules of the tests may have been put there after the fork
@@ -130,17 +130,32 @@ def _run_case(config: WorkerConfig, case: Case, store: dist.Store) -> Answer:
         )
         value = pickle.dumps(fn(config.rank, config.world_size, *args))
         dist.barrier()  # a rank that left a collective open is found here, not in the next case
-        _clean_after_case()
+        cleaner.clean()
     except BaseException as error:  # SystemExit and pytest.fail too: a rank must always answer
         return Answer(error=describe_failure(error))
     return Answer(value=value)
 
 
-def _clean_after_case() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    clear_mesh_caches()
-    gc.collect()
+class _Cleaner:
+    """Drops what a case left. Modules are kept out of garbage collection, which they would slow."""
+
+    def __init__(self) -> None:
+        self.modules = 0
+        self.freeze_modules()
+
+    def freeze_modules(self) -> None:
+        """Freeze what is alive, if many modules were imported since the last time."""
+        if len(sys.modules) > self.modules + 50:
+            self.modules = len(sys.modules)
+            gc.freeze()
+
+    def clean(self) -> None:
+        """Return to the state before the first case."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        clear_mesh_caches()
+        gc.collect()
+        self.freeze_modules()
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -164,13 +179,14 @@ def worker_main(config: WorkerConfig, connection: Connection) -> None:
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", config.store_port, is_master=False, wait_for_workers=False)
+    cleaner = _Cleaner()
     connection.send("ready")
     while True:
         try:
             case: Case = connection.recv()
         except EOFError:
             break
-        answer = _run_case(config, case, store)
+        answer = _run_case(config, case, store, cleaner)
         _flush()
         connection.send(answer)
 

@@ -134,6 +134,22 @@ def test_hang_is_cut_and_shows_where() -> None:
 
 
 @pytest.mark.dist
+def test_interrupted_case_leaves_no_answers_behind() -> None:
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(hang_on, 2, 1)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert [value for _, value in run_ranks(sum_of_ranks, 2, 1)] == [1.0, 1.0]
+
+
+@pytest.mark.dist
 def test_killed_rank_is_named() -> None:
     with pytest.raises(RanksFailed, match=r"process died on ranks \[0\]") as failure:
         run_ranks(die_on, 2, 0)

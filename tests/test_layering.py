@@ -5,8 +5,9 @@
     hp_compile       also passes
 
 Only `hyper_parallel/torch_compat` touches a name of torch that starts with an underscore,
-`torch.fx.experimental`, functorch, or the insides of a DTensor. Namespaces of operators
-(`torch.ops._c10d_functional`) are no private API: graphs are written in them.
+`torch.fx.experimental`, functorch, or the insides of a DTensor. Operators are no private API:
+neither their namespaces (`torch.ops._c10d_functional`), which graphs are written in, nor the
+documented `torch._foreach_*` family.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def is_private(name: str) -> bool:
     root, *parts = name.split(".")
     if root == "functorch":
         return True
-    if root != "torch" or parts[:1] == ["ops"]:
+    if root != "torch" or not parts or parts[0] == "ops" or parts[0].startswith("_foreach_"):
         return False
     if parts[:2] == ["fx", "experimental"]:
         return True
@@ -172,6 +173,7 @@ def test_each_rule_bites(module: str, source: str, expected: str) -> None:
         ("hyper_parallel.torch_compat.graph", "import torch._inductor\nimport torch.fx\nx._spec"),
         ("passes.bucket", "import torch.fx\nfrom hyper_parallel.plan import ParamPlan"),
         ("passes.bucket", "import torch\ntorch.ops._c10d_functional.wait_tensor.default"),
+        ("passes.bucket", "import torch\ntorch._foreach_mul_([], 1.0)"),
         ("hp_compile.api", "import torch\nimport passes.base\ntorch.__version__\nself._spec_x"),
         ("examples.train", "import transformers\nimport hp_compile"),
     ],
