@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -182,6 +183,37 @@ def test_roles(names, shape, roles, expected) -> None:
     assert found == expected
     if names is not None:
         assert found_names == names
+
+
+def documented_rows() -> list[tuple[str, str, str]]:
+    text = (Path(__file__).parents[2] / "docs" / "roles.md").read_text(encoding="utf-8")
+    table = text.partition("## Every boundary case")[2].partition("\n## ")[0]
+    cells = [
+        tuple(cell.strip() for cell in line.strip("|").split("|"))
+        for line in table.splitlines()
+        if line.startswith("|")
+    ]
+    return [(mesh, roles, result) for mesh, roles, result in cells[2:]]
+
+
+@pytest.mark.parametrize(("mesh", "roles", "result"), documented_rows())
+def test_the_documented_table(mesh: str, roles: str, result: str) -> None:
+    sizes = mesh.removeprefix("unnamed ").strip("`").split(", ")
+    shape = tuple(int(size.rpartition("=")[2]) for size in sizes)
+    names = None if "unnamed" in mesh else [size.partition("=")[0] for size in sizes]
+    given = eval(roles.strip("`"), {"MeshRoles": MeshRoles}) if roles else None
+    if result.startswith("MeshError: "):
+        with pytest.raises(MeshError) as caught:
+            infer_roles(names, shape, given)
+        assert result.removeprefix("MeshError: ") in str(caught.value)
+    else:
+        assert str(infer_roles(names, shape, given)[1]) == result
+
+
+def test_the_documented_names() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "roles.md").read_text(encoding="utf-8")
+    for role, names in RECOGNISED_NAMES.items():
+        assert f"| `{role}` | {', '.join(f'`{name}`' for name in names)} |" in text
 
 
 def test_unnamed_dims_are_called_by_their_roles() -> None:
@@ -385,7 +417,7 @@ def test_roles_are_read_and_printed() -> None:
 # ---- layouts ----------------------------------------------------------------------------------
 
 
-def test_exact_rank_lists_of_the_specification() -> None:
+def test_exact_rank_lists() -> None:
     layout = layout_of(("dp_replicate", "dp_shard", "tp"), (2, 2, 2), rank=5)
     assert layout.coordinate == (1, 0, 1)
     assert layout.ranks_along("dp_shard") == (5, 7)
