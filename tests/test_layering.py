@@ -27,6 +27,7 @@ ALLOWED = {
     "passes": {"torch", "hyper_parallel", "passes"},
     "hp_compile": {"torch", "hyper_parallel", "passes", "hp_compile"},
 }
+PACKAGES = [package for package in ALLOWED if (ROOT / package).is_dir()]
 SCRIPTS = ("examples", "benchmarks")  # any import they like, but no private torch
 DTENSOR_INSIDES = frozenset({"_local_tensor", "_spec"})
 
@@ -123,6 +124,13 @@ def sources(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+def test_folders_are_packages() -> None:
+    folders = {path.parent for path in sources(*PACKAGES, "tests")}
+    missing = [str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").exists()]
+    missing += [f"{p}/py.typed" for p in PACKAGES if not (ROOT / p / "py.typed").exists()]
+    assert not missing
+
+
 def test_layers_and_private_torch() -> None:
     found = [
         text
@@ -197,8 +205,7 @@ assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
 def test_import_has_no_side_effects() -> None:
-    packages = [p for p in ALLOWED if (ROOT / p / "__init__.py").exists()]
-    code = IMPORT_AND_LOOK.format(packages=", ".join(packages))
+    code = IMPORT_AND_LOOK.format(packages=", ".join(PACKAGES))
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
