@@ -103,7 +103,7 @@ class WorkerPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._folder = Path(tempfile.mkdtemp(prefix="hyper_parallel_ranks_"))
+        self._folder = Path()  # of output and stacks; one for each set of workers
         self._numbers = itertools.count()
         self._read = [0] * world_size  # how much of each rank's output was already shown
         self._processes: list[BaseProcess] = []
@@ -148,12 +148,13 @@ class WorkerPool:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             process.join(10.0)
+        if self._processes:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._processes, self._connections, self._store = [], [], None
         self._read = [0] * self.world_size
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
-        self._folder.mkdir(exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix="hyper_parallel_ranks_"))
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context(START_METHOD)
         if START_METHOD == "forkserver":
@@ -267,8 +268,9 @@ def run_ranks(
         RanksFailed: A rank raised, died, or did not answer in time.
         TypeError: `fn` or an argument cannot be pickled.
     """
-    pool = _pools.setdefault(world_size, WorkerPool(world_size))
-    return pool.run(fn, args, timeout)
+    if world_size not in _pools:
+        _pools[world_size] = WorkerPool(world_size)
+    return _pools[world_size].run(fn, args, timeout)
 
 
 def close_pools() -> None:
