@@ -1,0 +1,60 @@
+"""Lowering: a program becomes a callable on flat lists."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from passes.base import info
+
+Lowered = Callable[[list[Any]], Sequence[Any]]
+
+
+def decompositions(backend: str) -> Mapping[Any, Any]:
+    """Operator decompositions that a backend wants in the joint trace."""
+    if backend == "inductor":
+        from hyper_parallel.torch_compat import inductor
+
+        return inductor.decompositions()
+    return {}
+
+
+def lower(gm: fx.GraphModule, *, backend: str, fake_mode: Any) -> Lowered:
+    """Compiles a program; ``gm`` itself stays as it is.
+
+    Args:
+        gm: a forward, backward, inference or reduction program.
+        backend: ``"inductor"`` or ``"aot_eager"``.
+        fake_mode: the mode of the program's values.
+
+    Returns:
+        A function that takes the list of inputs (and may empty it, to free them early) and returns the outputs.
+    """
+    if backend == "aot_eager":
+        return _Interpreted(gm)
+    from hyper_parallel.torch_compat import inductor
+
+    stage = info(gm).stage
+    examples = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    return inductor.compile_graph(
+        copy.deepcopy(gm),
+        examples,
+        fake_mode,
+        is_backward=stage == "backward",
+        is_inference=stage not in ("forward", "backward"),
+    )
+
+
+class _Interpreted:
+    """Runs the graph's generated Python with PyTorch's eager kernels; values die at their last use."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._forward = gm.forward
+
+    def __call__(self, values: list[Any]) -> Sequence[Any]:
+        args = tuple(values)
+        values.clear()
+        return self._forward(*args)  # type: ignore[no-any-return]

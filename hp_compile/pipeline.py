@@ -1,0 +1,132 @@
+"""The pipeline as data: lists of steps, and one loop that checks contracts, times and dumps.
+
+    captured --annotate, cleanup--> joint --unshard--> joint --partition--> forward, backward
+    forward  --bucket, overlap--> lowered
+    backward --reduce_grads, bucket, overlap--> lowered
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+import passes
+from hyper_parallel.errors import VerificationError
+from hyper_parallel.policy import Policy
+from passes.base import info
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass and its keyword options."""
+
+    run: Callable[..., Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the pass."""
+        return self.run.__name__
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did."""
+
+    name: str
+    seconds: float
+    nodes: int
+    program: fx.GraphModule
+
+
+Observer = Callable[[StepReport], None]
+_observers: list[Observer] = []
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Calls ``observer`` after every pass that runs inside the block: for timing, dumps and tests."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def run(gm: fx.GraphModule, steps: Sequence[Step]) -> fx.GraphModule:
+    """Runs steps in order.
+
+    Raises:
+        VerificationError: a step's contract does not hold for the program it is given.
+    """
+    for step in steps:
+        gm = _timed(step, gm)
+    return gm
+
+
+def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partitions a joint program into forward and backward."""
+    forward, backward = _timed(Step(passes.partition), gm)
+    return forward, backward
+
+
+def _timed(step: Step, gm: fx.GraphModule) -> Any:
+    _check_contract(step, gm)
+    start = time.perf_counter()
+    result = step.run(gm, **step.options)
+    seconds = time.perf_counter() - start
+    for program in result if isinstance(result, tuple) else (result,):
+        report = StepReport(step.name, seconds, len(program.graph.nodes), program)
+        for observer in list(_observers):
+            observer(report)
+    return result
+
+
+def _check_contract(step: Step, gm: fx.GraphModule) -> None:
+    contract = passes.CONTRACTS.get(step.name)
+    if contract is None or "program" not in gm.meta:
+        return
+    program = info(gm)
+    missing = [name for name in contract.after if name not in program.done]
+    late = [name for name in contract.before if name in program.done]
+    if missing or late or (contract.stages and program.stage not in contract.stages):
+        raise VerificationError(
+            f"pass {step.name!r} cannot run here: it needs {list(contract.after)} before it and "
+            f"{list(contract.before)} not yet, on a program in stage {list(contract.stages)}; the program is in stage "
+            f"{program.stage!r} after {list(program.done)}"
+        )
+
+
+def capture_steps(**options: Any) -> list[Step]:
+    """What every captured graph goes through once."""
+    return [Step(passes.annotate, options), Step(passes.cleanup)]
+
+
+def shard_steps(policy: Policy, reshard: Mapping[str, bool | int], gather: bool) -> list[Step]:
+    """From the single-device program to the one on shards."""
+    return [Step(passes.unshard, {"reshard": reshard, "gather": gather})]
+
+
+def reduce_steps(policy: Policy, reduction: Any) -> list[Step]:
+    """Gradient reductions of one backward variant."""
+    return [
+        Step(
+            passes.reduce_grads,
+            {
+                "reduce_dtype": policy.mp_policy.reduce_dtype,
+                "reduce_op": reduction.reduce_op,
+                "divide_factor": reduction.divide_factor,
+                "variant": reduction.variant,
+            },
+        )
+    ]
+
+
+def schedule_steps(policy: Policy) -> list[Step]:
+    """Few, large, early collectives."""
+    return [Step(passes.bucket, {"bucket_mb": policy.bucket_mb}), Step(passes.overlap)]

@@ -1,0 +1,202 @@
+"""Reduce gradients: the decision matrix, on local tensors, at the output edge.
+
+Contract: needs a backward program whose ``ParamGrad`` outputs are full local gradients. Provides one whose outputs are
+reduced as ``ParamPlan.reduction`` says: reduce-scatter over the shard axes, all-reduce over the replica axes, each
+exactly once. Only the output edge is rewired; other users of a gradient node see the value they saw before.
+
+    before                        after  (w cut over dp_shard=4, replicated over dp_replicate=2)
+      g = mm(a, b)                  g = mm(a, b)
+      return g                      c = convert(g, f32)                      to reduce_dtype
+                                    r = wait(reduce_scatter_tensor(c, sum, 4, dp_shard))
+                                    s = wait(all_reduce(r, sum, dp_replicate))
+                                    m = mul(s, 1/8)                          mean over the batch dims
+                                    o = convert(m, ...)                      to the parameter's dtype
+                                    return o
+
+Sums are plain sums followed by one scale: that is right on every backend (gloo has no AVG), and bitwise what FSDP2's
+AVG gives on gloo. Reducing in fp16 divides before and after, by factors whose product is the whole, against overflow.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from hyper_parallel.plan import ParamPlan
+from passes.base import (
+    REDUCE,
+    SCATTER,
+    WAIT,
+    Comm,
+    ParamGrad,
+    ProgramInfo,
+    aten,
+    convert,
+    emit,
+    finish,
+    info,
+    outputs,
+    set_output,
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Factors around a reduction: ``pre`` divides before it, ``post`` after it; ``1.0`` means no node."""
+
+    pre: float = 1.0
+    post: float = 1.0
+
+
+def scale_for(plan: ParamPlan, reduce_op: str, divide_factor: float | None, dtype: torch.dtype) -> Scale:
+    """Divisors for one parameter.
+
+    Args:
+        plan: its plan; ``rank_size`` is the size of its data-parallel domain.
+        reduce_op: ``"avg"`` or ``"sum"``.
+        divide_factor: replaces ``rank_size`` when given.
+        dtype: dtype of the reduction.
+    """
+    whole = divide_factor if divide_factor is not None else float(plan.rank_size)
+    if reduce_op == "sum" and divide_factor is None:
+        whole = 1.0
+    if dtype is not torch.float16 or whole == 1.0:
+        return Scale(post=whole)
+    pre = 1.0
+    while whole % pre == 0 and whole / pre > pre:
+        pre *= 2
+    return Scale(pre=pre, post=whole / pre)
+
+
+def reduce_grads(
+    gm: fx.GraphModule,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    reduce_op: str = "avg",
+    divide_factor: float | None = None,
+    variant: str = "sync",
+) -> fx.GraphModule:
+    """Adds the gradient reductions of a backward (or reduction) program.
+
+    Args:
+        gm: program with ``ParamGrad`` outputs; changed in place and returned.
+        reduce_dtype: dtype on the wire; ``None`` keeps the gradient's own.
+        reduce_op: ``"avg"`` (mean over the batch dims) or ``"sum"``.
+        divide_factor: divides the sum by this instead of the number of data-parallel ranks.
+        variant: ``"sync"``: everything. ``"scatter"``: reduce-scatter only, unscaled, in ``reduce_dtype`` (the
+            all-reduce is deferred). ``"none"``: cast to ``reduce_dtype`` only (accumulated unsharded).
+            ``"replicate"``: inputs are results of ``"scatter"``; the all-reduce and the scale.
+
+    Returns:
+        ``gm``.
+    """
+    program = info(gm)
+    for position, node, role in list(outputs(gm, ParamGrad)):
+        if node is None:
+            continue
+        plan = program.params[role.fqn]
+        if plan.ignored:
+            continue
+        _reduce_one(gm, position, node, plan, program, reduce_dtype, reduce_op, divide_factor, variant)
+    return finish(gm, "reduce_grads", reduced=variant, reduce_op=reduce_op, divide_factor=divide_factor)
+
+
+def _reduce_one(
+    gm: fx.GraphModule,
+    position: int,
+    grad: fx.Node,
+    plan: ParamPlan,
+    program: ProgramInfo,
+    reduce_dtype: torch.dtype | None,
+    reduce_op: str,
+    divide_factor: float | None,
+    variant: str,
+) -> None:
+    """Emits the chain of one gradient directly before the output node and rewires its output edge."""
+    graph, layout = gm.graph, program.layout
+    wire = reduce_dtype or grad.meta["val"].dtype
+    scale = scale_for(plan, reduce_op, divide_factor, wire)
+    unit = program.units[plan.fqn]
+    with graph.inserting_before(_after(grad)):
+
+        def add(target: Callable[..., Any], *args: Any, comm: Comm | None = None) -> fx.Node:
+            return emit(graph, target, *args, comm=comm)
+
+        value = grad
+        if value.meta["val"].dtype != wire:
+            value = add(convert, value, wire)
+        if variant == "none":
+            set_output(gm, position, value)
+            return
+        if variant != "replicate":
+            if scale.pre != 1.0:
+                value = add(aten.div.Tensor, value, scale.pre)
+            if plan.shard_size > 1:
+                comm = Comm("reduce_scatter", plan.shard_axes, "reduce_grad", (plan.fqn,), unit)
+                group = layout.group_name(plan.shard_axes)
+                packed = pack(add, value, plan)
+                value = add(WAIT, add(SCATTER, packed, "sum", plan.shard_size, group, comm=comm))
+        if variant == "scatter":
+            set_output(gm, position, value)
+            return
+        if plan.dp_size > 1:
+            comm = Comm("all_reduce", plan.replica_axes, "replicate_grad", (plan.fqn,), unit)
+            group = layout.group_name(plan.replica_axes)
+            value = add(WAIT, add(REDUCE, value, "sum", group, comm=comm))
+        if scale.post != 1.0:
+            value = add(aten.div.Tensor, value, scale.post)
+        if value.meta["val"].dtype != plan.dtype:
+            value = add(convert, value, plan.dtype)
+    set_output(gm, position, value)
+
+
+def pack(add: Callable[..., fx.Node], grad: fx.Node, plan: ParamPlan) -> fx.Node:
+    """The reduce-scatter input ``[shard_size * padded_shard.size(0), ...]``: the inverse of ``unshard.assemble``.
+
+    Args:
+        add: ``add(target, *args) -> node``.
+        grad: full local gradient.
+        plan: plan of the parameter.
+    """
+    dim, rows, lengths = plan.shard_dim, plan.padded_rows, plan.lengths
+    size = plan.local_shape[dim]
+    even = all(length == rows for length in lengths)
+    if even and dim == 0:
+        return grad
+    if dim == 0 and list(lengths) == sorted(lengths, reverse=True) and _chunked(lengths, rows):
+        return add(aten.constant_pad_nd.default, grad, _pad_dim(grad, 0, rows * plan.shard_size - size))
+    parts = add(aten.split_with_sizes.default, grad, list(lengths), dim)
+    pieces = []
+    for index, length in enumerate(lengths):
+        piece = add(operator.getitem, parts, index)
+        if length != rows:
+            piece = add(aten.constant_pad_nd.default, piece, _pad_dim(grad, dim, rows - length))
+        pieces.append(piece)
+    return add(aten.cat.default, pieces, 0)
+
+
+def _chunked(lengths: Sequence[int], rows: int) -> bool:
+    """True for full chunks, at most one partial chunk, then empty ones."""
+    partial = [length for length in lengths if 0 < length < rows]
+    return len(partial) <= 1
+
+
+def _pad_dim(node: fx.Node, dim: int, amount: int) -> list[int]:
+    """``constant_pad_nd`` argument that appends ``amount`` rows on ``dim``."""
+    ndim = node.meta["val"].dim()
+    pads = [0, 0] * ndim
+    pads[2 * (ndim - 1 - dim) + 1] = amount
+    return pads
+
+
+def _after(node: fx.Node) -> fx.Node:
+    """The node that follows ``node``, past placeholders and the siblings of a ``getitem``."""
+    following = node.next
+    while following.op == "placeholder":
+        following = following.next
+    return following
