@@ -75,17 +75,27 @@ class Captured:
     tied: Mapping[str, str]
 
 
+class _Outputs:
+    """Where the entry leaves the output structure (export restores attributes of modules)."""
+
+    spec: OutputSpec | None = None
+
+
 class _Entry(nn.Module):
     """The module that is exported: flat tensors in, flat tensors out; containers and constants live outside."""
 
     def __init__(
-        self, module: nn.Module, signature: Signature, precision: MixedPrecisionPolicy
+        self,
+        module: nn.Module,
+        signature: Signature,
+        precision: MixedPrecisionPolicy,
+        outputs: _Outputs,
     ) -> None:
         super().__init__()
         self.add_module(_ROOT, module)
         self._signature = signature
         self._precision = precision
-        self.output: OutputSpec | None = None
+        self._outputs = outputs
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the user's forward on rebuilt arguments and flattens what it returns."""
@@ -106,7 +116,7 @@ class _Entry(nn.Module):
                 _check_constant_output(leaf)
                 sources.append(None)
         constants = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
-        self.output = OutputSpec(tree, tuple(sources), constants)
+        self._outputs.spec = OutputSpec(tree, tuple(sources), constants)
         return tuple(flat)
 
 
@@ -149,7 +159,9 @@ def flatten_output(result: object) -> tuple[list[Any], Any]:
     """Flattens nested containers; dataclasses that nobody registered are registered on the way."""
     while True:
         leaves, tree = pytree.tree_flatten(result)
-        unknown = {type(x) for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type)}
+        unknown = {
+            type(x) for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type)
+        }
         if not unknown:
             return leaves, tree
         for cls in unknown:
@@ -191,24 +203,31 @@ def fake_twin(
             memo[id(buffer)] = compat.fake_like(mode, buffer, device, buffer.dtype)
     _refuse_hidden_parameters(module)
     try:
-        twin = copy.deepcopy(_without_runtime(module), memo)
+        twin = _copy_root(module, original_class, memo)
     except Exception as error:
         raise CaptureError(
             f"cannot copy {original_class.__name__} for capture: {type(error).__name__}: {error}. An attribute of the "
             "module cannot be deep-copied; keep such objects outside the module or give them a __deepcopy__"
         ) from error
-    twin.__class__ = original_class
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         getattr(twin, name).clear()  # the root's own hooks run around the program, not in it
     return twin
 
 
-def _without_runtime(module: nn.Module) -> nn.Module:
-    """A shallow copy of the root without the runtime that ``shard`` attached."""
-    shell = module.__class__.__new__(module.__class__)
-    shell.__dict__.update(module.__dict__)
-    shell.__dict__.pop("_hp_runtime", None)
-    return shell
+def _copy_root(module: nn.Module, original_class: type, memo: dict[int, Any]) -> nn.Module:
+    """Deep copy of the root as its original class, without the runtime that ``shard`` attached.
+
+    References to the root from below (a parent pointer, a hook's bound method) lead to the copy.
+    """
+    twin: nn.Module = original_class.__new__(original_class)
+    memo[id(module)] = twin
+    for name, value in module.__dict__.items():
+        if name != "_hp_runtime" and "load_state_dict" not in name:
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+    fresh = nn.Module()
+    for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+        twin.__dict__[name] = fresh.__dict__[name]
+    return twin
 
 
 def _refuse_hidden_parameters(module: nn.Module) -> None:
@@ -216,7 +235,7 @@ def _refuse_hidden_parameters(module: nn.Module) -> None:
     known = {id(p) for p in module.parameters()} | {id(b) for b in module.buffers()}
     for fqn, sub in module.named_modules():
         for name, value in sub.__dict__.items():
-            if name.startswith("_") and name in nn.Module().__dict__ or name == "_hp_runtime":
+            if (name.startswith("_") and name in nn.Module().__dict__) or name == "_hp_runtime":
                 continue
             for where, tensor in _walk(value, name):
                 if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
@@ -279,7 +298,8 @@ def capture(
     twin = fake_twin(module, original_class, mode, device, precision, ignored)
     tied = _tied(twin)
     _cast_unit_inputs(twin, unit_modules, precision)
-    entry = _Entry(twin, signature, precision)
+    outputs = _Outputs()
+    entry = _Entry(twin, signature, precision, outputs)
     stand_ins = [_stand_in(t, device) for t in tensors]
     spec = tuple({d: torch.export.Dim.AUTO for d in dims} or None for dims in dynamic)
     before = _tensor_attributes(twin)
@@ -300,11 +320,11 @@ def capture(
     export_mode = next((v.fake_mode for v in values if compat.is_fake(v)), mode)
     with _explained(twin), torch.set_grad_enabled(grad):
         gm, _ = compat.joint_trace(forward, values, export_mode, decompositions)
-    assert entry.output is not None
+    assert outputs.spec is not None
     return Captured(
         gm=gm,
         grad=grad,
-        output=entry.output,
+        output=outputs.spec,
         fake_mode=export_mode,
         input_shapes=tuple(tuple(v.shape) for v in values),
         constants=_constants(forward, twin),
@@ -394,12 +414,17 @@ def _explained(twin: nn.Module) -> Iterator[None]:
     """Turns any failure of export or trace into a CaptureError with module FQN, source line and advice."""
     names = {id(m): fqn for fqn, m in twin.named_modules()}
     stack: list[nn.Module] = []
-    pre = nn.modules.module.register_module_forward_pre_hook(
-        lambda m, _: stack.append(m) if id(m) in names else None
-    )
-    post = nn.modules.module.register_module_forward_hook(
-        lambda m, _, __: stack.pop() if stack and stack[-1] is m else None
-    )
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if id(module) in names:
+            stack.append(module)
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        if stack and stack[-1] is module:
+            stack.pop()
+
+    pre = nn.modules.module.register_module_forward_pre_hook(enter)
+    post = nn.modules.module.register_module_forward_hook(leave)
     try:
         yield
     except CaptureError:
@@ -455,4 +480,4 @@ def _user_line(error: BaseException) -> str:
     return found
 
 
-__all__ = ["Captured", "OutputSpec", "capture", "fake_twin", "flatten_call", "TensorSpec"]
+__all__ = ["Captured", "OutputSpec", "TensorSpec", "capture", "fake_twin", "flatten_call"]

@@ -1,8 +1,8 @@
 """The pipeline as data: lists of steps, and one loop that checks contracts, times and dumps.
 
-    captured --annotate, cleanup--> joint --unshard--> joint --partition--> forward, backward
-    forward  --bucket, overlap--> lowered
-    backward --reduce_grads, bucket, overlap--> lowered
+captured --annotate, cleanup--> joint --unshard--> joint --partition--> forward, backward
+forward  --bucket, overlap--> lowered
+backward --reduce_grads, bucket, overlap--> lowered
 """
 
 from __future__ import annotations

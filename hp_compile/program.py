@@ -17,6 +17,7 @@ from torch import fx
 from hp_compile import pipeline
 from hp_compile.capture import Captured
 from hp_compile.lower import Lowered, lower
+from hp_compile.signature import Signature
 from hyper_parallel.policy import Policy
 from passes.base import UserInput, inputs
 
@@ -41,6 +42,7 @@ class Program:
     """One captured program and everything compiled from it.
 
     Attributes:
+        signature: signature of the calls it serves.
         captured: result of capture; its graph is annotated and cleaned, and never consumed.
         policy: the policy.
         reshard: ``reshard_after_forward`` of every unit.
@@ -48,6 +50,7 @@ class Program:
     """
 
     captured: Captured
+    signature: Signature
     policy: Policy
     reshard: Mapping[str, bool | int]
     gathered: bool = True

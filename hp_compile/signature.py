@@ -98,7 +98,7 @@ def flatten_call(
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
             spec.append(TensorSpec(leaf.dtype, leaf.dim(), leaf.device.type, leaf.requires_grad))
-        elif isinstance(leaf, _CONSTANTS) or hasattr(leaf, "__hash__") and callable(leaf):
+        elif isinstance(leaf, _CONSTANTS) or (hasattr(leaf, "__hash__") and callable(leaf)):
             spec.append(leaf)
         else:
             raise CaptureError(

@@ -56,7 +56,9 @@ def _repeated_blocks(module: nn.Module) -> list[str]:
     found: list[str] = []
 
     def visit(prefix: str, parent: nn.Module) -> None:
-        children = [(n, c) for n, c in parent.named_children() if next(c.parameters(), None) is not None]
+        children = [
+            (n, c) for n, c in parent.named_children() if next(c.parameters(), None) is not None
+        ]
         if isinstance(parent, nn.ModuleList | nn.Sequential):
             common = Counter(type(c) for _, c in children).most_common(1)
             if common and common[0][1] >= 2:

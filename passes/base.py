@@ -119,9 +119,7 @@ class NoGrad:
 
 
 InputRole = ParamInput | BufferInput | UserInput | TangentInput | SavedInput | GradInput
-OutputRole = (
-    UserOutput | BufferUpdate | InputUpdate | ParamGrad | InputGrad | SavedOutput | NoGrad
-)
+OutputRole = UserOutput | BufferUpdate | InputUpdate | ParamGrad | InputGrad | SavedOutput | NoGrad
 
 # ------------------------------------------------------------------ collectives
 
@@ -333,7 +331,9 @@ def collectives(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Comm]]:
             yield node, comm
 
 
-def finish(gm: fx.GraphModule, name: str, *, stage: str | None = None, **facts: Any) -> fx.GraphModule:
+def finish(
+    gm: fx.GraphModule, name: str, *, stage: str | None = None, **facts: Any
+) -> fx.GraphModule:
     """Lints and recompiles a program at the end of pass ``name`` and records the pass."""
     gm.graph.lint()
     gm.recompile()
@@ -362,3 +362,10 @@ def order(names: Sequence[str], program: ProgramInfo) -> list[str]:
     """FQNs in registration order."""
     position = {fqn: i for i, fqn in enumerate(program.params)}
     return sorted(names, key=position.__getitem__)
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size as a plain number: the traced example's for a symbolic one."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.hint is not None else 0
+    return int(size)

@@ -171,9 +171,7 @@ def _merge_reduces(
     return _unflatten(add, result, members)
 
 
-def _unflatten(
-    add: Callable[..., fx.Node], flat: fx.Node, members: list[fx.Node]
-) -> list[fx.Node]:
+def _unflatten(add: Callable[..., fx.Node], flat: fx.Node, members: list[fx.Node]) -> list[fx.Node]:
     shapes = [list(_wait_of(node).meta["val"].shape) for node in members]
     numels = [torch.Size(shape).numel() for shape in shapes]
     parts = add(aten.split_with_sizes.default, flat, numels, 0)

@@ -45,8 +45,6 @@ def _prefetch_gathers(gm: fx.GraphModule) -> None:
         for node in [*_preparation(gather), gather]:
             target.append(node)
             target = node
-        if index:
-            waits[index - 1] = target
 
 
 def _preparation(gather: fx.Node) -> list[fx.Node]:

@@ -69,9 +69,7 @@ def _saved_names(forward: fx.GraphModule, num_outputs: int) -> list[str]:
     return [node.name for node in output_node(forward).args[0][num_outputs:]]  # type: ignore[index,union-attr]
 
 
-def _assign_inputs(
-    half: fx.GraphModule, known: dict[str, object], saved: dict[str, int]
-) -> None:
+def _assign_inputs(half: fx.GraphModule, known: dict[str, object], saved: dict[str, int]) -> None:
     """Gives every placeholder a fresh meta dict (the partitioner shares them) and its role."""
     for node in half.graph.nodes:
         if node.op != "placeholder":

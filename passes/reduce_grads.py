@@ -53,7 +53,9 @@ class Scale:
     post: float = 1.0
 
 
-def scale_for(plan: ParamPlan, reduce_op: str, divide_factor: float | None, dtype: torch.dtype) -> Scale:
+def scale_for(
+    plan: ParamPlan, reduce_op: str, divide_factor: float | None, dtype: torch.dtype
+) -> Scale:
     """Divisors for one parameter.
 
     Args:
@@ -102,8 +104,12 @@ def reduce_grads(
         plan = program.params[role.fqn]
         if plan.ignored:
             continue
-        _reduce_one(gm, position, node, plan, program, reduce_dtype, reduce_op, divide_factor, variant)
-    return finish(gm, "reduce_grads", reduced=variant, reduce_op=reduce_op, divide_factor=divide_factor)
+        _reduce_one(
+            gm, position, node, plan, program, reduce_dtype, reduce_op, divide_factor, variant
+        )
+    return finish(
+        gm, "reduce_grads", reduced=variant, reduce_op=reduce_op, divide_factor=divide_factor
+    )
 
 
 def _reduce_one(
@@ -169,7 +175,9 @@ def pack(add: Callable[..., fx.Node], grad: fx.Node, plan: ParamPlan) -> fx.Node
     if even and dim == 0:
         return grad
     if dim == 0 and list(lengths) == sorted(lengths, reverse=True) and _chunked(lengths, rows):
-        return add(aten.constant_pad_nd.default, grad, _pad_dim(grad, 0, rows * plan.shard_size - size))
+        return add(
+            aten.constant_pad_nd.default, grad, _pad_dim(grad, 0, rows * plan.shard_size - size)
+        )
     parts = add(aten.split_with_sizes.default, grad, list(lengths), dim)
     pieces = []
     for index, length in enumerate(lengths):

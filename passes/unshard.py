@@ -119,9 +119,7 @@ def _gather(
         return node
 
     comm = Comm("all_gather", plan.shard_axes, "unshard", (plan.fqn,), unit)
-    gathered = add(
-        GATHER, shard, plan.shard_size, layout.group_name(plan.shard_axes), comm=comm
-    )
+    gathered = add(GATHER, shard, plan.shard_size, layout.group_name(plan.shard_axes), comm=comm)
     flat = add(WAIT, gathered)
     inner = reshard if reshard is not True and reshard is not False else 0
     if inner and inner < plan.shard_size:

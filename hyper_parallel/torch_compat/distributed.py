@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
     _register_process_group,
@@ -118,3 +119,13 @@ def flatten_group(
             if mesh_ranks(flat) == ((len(ranks),), ranks):
                 return flat.get_group()
         return part._flatten(name).get_group()
+
+
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, without autograd and without waiting."""
+    return value._local_tensor  # type: ignore[attr-defined,no-any-return]
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the default process group."""
+    return dist.distributed_c10d._get_default_store()

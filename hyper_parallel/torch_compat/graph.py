@@ -189,4 +189,9 @@ def sizes_fit(
 def _holds(expression: Any, bound: Mapping[Any, int]) -> bool:
     """A guard on symbols that no input binds is about an intermediate and always true for bound inputs."""
     value = expression.xreplace(dict(bound))
-    return bool(value) if value in (True, False) or getattr(value, "is_Boolean", False) and not value.free_symbols else True
+    return (
+        bool(value)
+        if value in (True, False)
+        or (getattr(value, "is_Boolean", False) and not value.free_symbols)
+        else True
+    )

@@ -1,0 +1,35 @@
+"""Shard a model by passes over one captured graph: plan it, prove it, compile it, train it."""
+
+from hp_compile.api import plan, shard, verify
+from hp_compile.module import ShardedModule
+from hp_compile.plan import Collective, Plan
+from hyper_parallel.errors import (
+    CaptureError,
+    HPCompileError,
+    MeshError,
+    PlacementError,
+    PolicyError,
+    VerificationError,
+)
+from hyper_parallel.plan import ParamPlan
+from hyper_parallel.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Policy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "CaptureError",
+    "Collective",
+    "HPCompileError",
+    "MeshError",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ParamPlan",
+    "PlacementError",
+    "Plan",
+    "Policy",
+    "PolicyError",
+    "ShardedModule",
+    "VerificationError",
+    "plan",
+    "shard",
+    "verify",
+]

@@ -1,0 +1,148 @@
+"""The two calls of this package: ``shard`` and ``plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_compile import build, convert, loading
+from hp_compile.module import extend_class, is_sharded
+from hp_compile.plan import Plan
+from hp_compile.runtime import Runtime
+from hp_compile.signature import flatten_call
+from hp_compile.units import resolve_units
+from hyper_parallel.errors import HPCompileError, MeshError, PolicyError
+from hyper_parallel.mesh import MeshLayout
+from hyper_parallel.plan import plan_params
+from hyper_parallel.policy import Policy
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, policy: Policy | None = None) -> nn.Module:
+    """Shards a model in place: its parameters become DTensors with one combined placement, its forward a program.
+
+    Args:
+        model: any module that ``torch.export`` can trace, on CPU, on the mesh's device, or on meta.
+        mesh: device mesh; the roles of its dims come from ``policy.roles`` or their names.
+        policy: how to shard; ``Policy()`` by default.
+
+    Returns:
+        The same object; its class now also is ``ShardedModule``.
+
+    Raises:
+        MeshError: the mesh does not fit, or this rank is not in it.
+        PolicyError: a policy field does not fit the model or mesh.
+        PlacementError: a parameter cannot be placed.
+        HPCompileError: the model is sharded already, holds gradients, or an optimizer has state for it.
+
+    Example:
+        >>> model = hp_compile.shard(model, mesh, Policy(reshard_after_forward=True))  # doctest: +SKIP
+        >>> optimizer = torch.optim.AdamW(model.parameters())  # doctest: +SKIP
+    """
+    policy = _checked(model, mesh, policy)
+    if is_sharded(model):
+        raise HPCompileError(
+            f"{type(model).__name__} is already sharded; shard takes a plain model, once. Build a new model to change mesh or "
+            "policy"
+        )
+    layout = MeshLayout.from_mesh(mesh, policy.roles)
+    plans = plan_params(model, layout, policy)
+    units = resolve_units(model, policy.units)
+    device = _device(mesh)
+    convert.check_parameters(model, plans, device)
+    convert.make_groups(mesh, layout, plans)
+    states = convert.convert_parameters(model, mesh, layout, policy, plans, device)
+    original = extend_class(model)
+    model._hp_runtime = Runtime(  # type: ignore[assignment]
+        model, original, mesh, layout, policy, plans, units, states, device
+    )
+    loading.attach(model)
+    return model
+
+
+def plan(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    policy: Policy | None = None,
+    *,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Plans a step without weights, GPU or communication; the model stays as it is.
+
+    Args:
+        model: a plain, meta or sharded module.
+        mesh: device mesh; a mesh on the fake process group plans any world size.
+        policy: the policy.
+        args: example inputs; only structure, shapes and dtypes are read. Without any, the plan knows parameters only.
+        kwargs: example keyword inputs.
+
+    Raises:
+        MeshError, PolicyError, PlacementError: as for :func:`shard`.
+        CaptureError: the forward cannot be captured.
+
+    Example:
+        >>> print(hp_compile.plan(model, mesh, policy, args=(tokens,)).dump())  # doctest: +SKIP
+    """
+    policy = _checked(model, mesh, policy)
+    layout = MeshLayout.from_mesh(mesh, policy.roles)
+    runtime: Runtime | None = getattr(model, "_hp_runtime", None)
+    plans = runtime._current_plans() if runtime else plan_params(model, layout, policy)
+    units = resolve_units(model, policy.units)
+    if not args and not kwargs:
+        return Plan(layout, policy, plans, None, None)
+    signature, tensors = flatten_call(tuple(args), dict(kwargs or {}))
+    trains = any(p.requires_grad for p in plans.values()) or any(t.requires_grad for t in tensors)
+    program = build.build_program(
+        model,
+        signature,
+        tensors,
+        original_class=runtime.original_class if runtime else type(model),
+        layout=layout,
+        policy=policy,
+        plans=plans,
+        units=units,
+        reshard=runtime.flags.reshard if runtime else build.reshard_map(policy, units),
+        device=torch.device(mesh.device_type),
+        grad=trains,
+    )
+    return Plan(layout, policy, plans, program, signature)
+
+
+def verify(graph_module: fx.GraphModule, plan: Plan) -> None:
+    """Proves one program against a plan.
+
+    Args:
+        graph_module: a forward, backward or inference program.
+        plan: the plan it claims to implement.
+
+    Raises:
+        VerificationError: some gradient is not reduced exactly once over every axis, or a collective is wrong.
+    """
+    from passes.verify import verify_against
+
+    verify_against(graph_module, plan.graphs)
+
+
+def _checked(model: object, mesh: object, policy: object) -> Policy:
+    if not isinstance(model, nn.Module):
+        raise HPCompileError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__} {mesh!r}")
+    if policy is None:
+        return Policy()
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            f"policy: expected an hp_compile.Policy, got {type(policy).__name__} {policy!r}"
+        )
+    return policy
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    module = torch.get_device_module(mesh.device_type)
+    return torch.device(mesh.device_type, module.current_device())

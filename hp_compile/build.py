@@ -1,0 +1,163 @@
+"""Building programs: policy, plans and capture come together here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from hp_compile import pipeline
+from hp_compile.capture import capture
+from hp_compile.lower import Lowered, decompositions, lower
+from hp_compile.program import Program, Reduction
+from hp_compile.signature import Signature
+from hp_compile.units import ROOT_UNIT, Units
+from hyper_parallel.mesh import MeshLayout
+from hyper_parallel.plan import ParamPlan
+from hyper_parallel.policy import Policy
+from hyper_parallel.torch_compat import graph as compat
+from passes.base import GradInput, ParamGrad, ProgramInfo, finish, set_info
+
+if TYPE_CHECKING:
+    from hp_compile.runtime import Runtime
+
+
+def reshard_map(policy: Policy, units: Units) -> dict[str, bool | int]:
+    """``reshard_after_forward`` of every unit; ``None`` keeps the root's weights, as in FSDP2."""
+    value = policy.reshard_after_forward
+    if value is None:
+        return {unit: unit != ROOT_UNIT for unit in units.order}
+    return dict.fromkeys(units.order, value)
+
+
+def with_requires_grad(plan: ParamPlan, requires_grad: bool) -> ParamPlan:
+    """The plan for a parameter that was frozen or unfrozen after ``shard``."""
+    return (
+        plan if plan.requires_grad == requires_grad else replace(plan, requires_grad=requires_grad)
+    )
+
+
+def build_program(
+    module: nn.Module,
+    signature: Signature,
+    tensors: Sequence[torch.Tensor],
+    *,
+    original_class: type,
+    layout: MeshLayout,
+    policy: Policy,
+    plans: Mapping[str, ParamPlan],
+    units: Units,
+    reshard: Mapping[str, bool | int],
+    device: torch.device,
+    grad: bool,
+    all_dims: bool = False,
+    gathered: bool = True,
+) -> Program:
+    """Captures and annotates one program; passes and code generation follow lazily.
+
+    Args:
+        module: the user's module, sharded or not.
+        signature: signature of the call.
+        tensors: its flat tensors.
+        original_class: the class whose forward is captured.
+        layout: the mesh.
+        policy: the policy.
+        plans: plan of every parameter.
+        units: units of the module.
+        reshard: ``reshard_after_forward`` of every unit.
+        device: device of the mesh.
+        grad: with a backward.
+        all_dims: every dim of every input is dynamic, not only the batch dim.
+        gathered: gathers are in the graph.
+
+    Raises:
+        CaptureError: the forward cannot be captured.
+    """
+    by_name = dict(module.named_parameters())
+    captured = capture(
+        module,
+        signature,
+        tensors,
+        original_class=original_class,
+        device=device,
+        precision=policy.mp_policy,
+        unit_modules=units.modules,
+        grad=grad,
+        dynamic=_dynamic_dims(tensors, policy.dynamic, all_dims),
+        decompositions=decompositions(policy.backend),
+        ignored=frozenset(id(by_name[fqn]) for fqn, plan in plans.items() if plan.ignored),
+    )
+    steps = pipeline.capture_steps(
+        layout=layout, params=plans, units=units.of, unit_order=units.order
+    )
+    captured.gm = pipeline.run(captured.gm, steps)
+    return Program(captured, signature, policy, dict(reshard), gathered)
+
+
+def _dynamic_dims(
+    tensors: Sequence[torch.Tensor], dynamic: bool | None, all_dims: bool
+) -> tuple[frozenset[int], ...]:
+    """Dims of every input that stay symbolic; sizes 0 and 1 always get their own program."""
+    result = []
+    for tensor in tensors:
+        candidates = range(tensor.dim()) if dynamic or all_dims else range(min(tensor.dim(), 1))
+        if dynamic is False:
+            candidates = range(0)
+        result.append(frozenset(d for d in candidates if int(tensor.shape[d]) > 1))
+    return tuple(result)
+
+
+def reduction_program(
+    runtime: Runtime, dtypes: tuple[tuple[str, torch.dtype], ...], reduction: Reduction
+) -> Lowered:
+    """A program that only reduces: accumulated gradients in, gradients as a step hands them out.
+
+    Args:
+        runtime: runtime of the module.
+        dtypes: FQN and dtype of every gradient, in registration order.
+        reduction: variant and factors.
+    """
+    key = ("reduction", dtypes, reduction)
+    cache: dict[Any, Lowered] = runtime.reductions
+    if key not in cache:
+        mode = compat.fake_mode()
+        gm = _grads_only(runtime, dtypes, reduction.variant == "replicate", mode)
+        steps = [
+            *pipeline.reduce_steps(runtime.policy, reduction),
+            *pipeline.schedule_steps(runtime.policy),
+        ]
+        gm = pipeline.run(gm, steps)
+        cache[key] = lower(gm, backend=runtime.policy.backend, fake_mode=mode)
+    return cache[key]
+
+
+def _grads_only(
+    runtime: Runtime,
+    dtypes: tuple[tuple[str, torch.dtype], ...],
+    partial: bool,
+    mode: Any,
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    nodes = []
+    for index, (fqn, dtype) in enumerate(dtypes):
+        plan = runtime.plans[fqn]
+        shape = plan.padded_shard_shape if partial else plan.local_shape
+        node = graph.placeholder(f"grad_{index}")
+        with mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=runtime.device)
+        node.meta["role"] = GradInput(fqn, partial)
+        nodes.append(node)
+    out = graph.output(tuple(nodes))
+    out.meta["roles"] = tuple(ParamGrad(fqn) for fqn, _ in dtypes)
+    gm = fx.GraphModule(nn.Module(), graph)
+    program = ProgramInfo(
+        layout=runtime.layout,
+        params=runtime.plans,
+        units=runtime.units.of,
+        unit_order=runtime.units.order,
+        stage="reduction",
+    )
+    return finish(set_info(gm, program), "annotate")

@@ -1,0 +1,323 @@
+"""The runtime of a sharded module: chooses programs, feeds them local tensors, hands gradients to autograd."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_compile import build, reduction
+from hp_compile.program import Program, Reduction
+from hp_compile.signature import Signature, flatten_call
+from hp_compile.state import ParamState
+from hp_compile.units import Units
+from hyper_parallel.mesh import MeshLayout
+from hyper_parallel.plan import ParamPlan
+from hyper_parallel.policy import Policy
+from passes.base import (
+    BufferInput,
+    BufferUpdate,
+    InputGrad,
+    InputUpdate,
+    ParamGrad,
+    ParamInput,
+    SavedInput,
+    SavedOutput,
+    TangentInput,
+    UserInput,
+    UserOutput,
+    inputs,
+    output_node,
+)
+
+log = logging.getLogger("hp_compile")
+
+#: Programs kept for one signature and mode; more distinct size patterns than this are captured with all dims dynamic.
+MAX_PROGRAMS = 8
+
+_COUNTER = itertools.count()
+
+
+@dataclass
+class Flags:
+    """What the setters of ``ShardedModule`` change."""
+
+    gradient_sync: bool = True
+    all_reduce: bool = True
+    last_backward: bool = True
+    reshard_after_backward: bool = True
+    reshard: dict[str, bool | int] = field(default_factory=dict)
+    reduce_op: str = "avg"
+    divide_factor: float | None = None
+
+
+class Runtime:
+    """Everything that ``shard`` attaches to a module.
+
+    Args:
+        module: the sharded module.
+        original_class: its class before ``shard``.
+        mesh: the user's mesh.
+        layout: the mesh as a value.
+        policy: the policy.
+        plans: plan of every parameter.
+        units: units of the module.
+        states: runtime state of every parameter, in registration order.
+        device: device of this rank on the mesh.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        original_class: type,
+        mesh: DeviceMesh,
+        layout: MeshLayout,
+        policy: Policy,
+        plans: Mapping[str, ParamPlan],
+        units: Units,
+        states: Mapping[str, ParamState],
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.original_class = original_class
+        self.mesh = mesh
+        self.layout = layout
+        self.policy = policy
+        self.plans = plans
+        self.units = units
+        self.states = states
+        self.device = device
+        self.flags = Flags(reshard=build.reshard_map(policy, units), reduce_op=policy.reduce_op)
+        self.programs: dict[Any, list[Program]] = {}
+        self.unsharded: dict[str, torch.Tensor] | None = None
+        self.checked = False
+        self.tied = _tied(module, states)
+        self.reductions: dict[Any, Any] = {}
+        self.index = next(_COUNTER)
+
+    # -------------------------------------------------------------- choosing a program
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the user's forward as a program."""
+        signature, tensors = flatten_call(args, kwargs)
+        tensors = [t if t.device == self.device else t.to(self.device) for t in tensors]
+        program = self.program(signature, tensors)
+        if not self.checked:
+            self._compare_ranks(program)
+        return self._run(program, tensors)
+
+    def program(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Program:
+        """The program for a call, captured now if there is none that accepts its sizes."""
+        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        trainable = tuple(s.param.requires_grad for s in self.states.values())
+        grad = grad and (any(trainable) or any(t.requires_grad for t in tensors))
+        key = (
+            signature,
+            grad,
+            trainable if grad else (),
+            tuple(m.training for m in self.module.modules()),
+            tuple(self.flags.reshard.items()),
+            self.unsharded is None,
+        )
+        known = self.programs.setdefault(key, [])
+        for program in known:
+            if program.accepts(tensors):
+                return program
+        program = self._capture(signature, tensors, grad, known)
+        known.append(program)
+        return program
+
+    def _capture(
+        self,
+        signature: Signature,
+        tensors: Sequence[torch.Tensor],
+        grad: bool,
+        known: Sequence[Program],
+    ) -> Program:
+        wide = len(known) >= 1 and self.policy.dynamic is not False
+        sizes = ", ".join("x".join(map(str, t.shape)) for t in tensors)
+        log.info("capturing program %d of this signature for sizes %s", len(known) + 1, sizes)
+        if len(known) >= MAX_PROGRAMS:
+            log.warning(
+                "captured %d programs for one input signature; latest sizes %s. Each takes compile time: pad inputs to "
+                "few sizes, or set Policy(dynamic=True)",
+                len(known) + 1,
+                sizes,
+            )
+        return build.build_program(
+            self.module,
+            signature,
+            tensors,
+            original_class=self.original_class,
+            layout=self.layout,
+            policy=self.policy,
+            plans=self._current_plans(),
+            units=self.units,
+            reshard=self.flags.reshard,
+            device=self.device,
+            grad=grad,
+            all_dims=wide,
+            gathered=self.unsharded is None,
+        )
+
+    def _current_plans(self) -> Mapping[str, ParamPlan]:
+        return {
+            fqn: build.with_requires_grad(plan, self.states[fqn].param.requires_grad)
+            for fqn, plan in self.plans.items()
+        }
+
+    def after_apply(self) -> None:
+        """Ties what was tied before ``to`` or ``to_empty`` made new parameters; padding is made again when needed."""
+        for alias, first in self.tied.items():
+            path, _, name = alias.rpartition(".")
+            self.module.get_submodule(path)._parameters[name] = self.states[first].param
+
+    def _compare_ranks(self, program: Program) -> None:
+        from hp_compile.agree import compare_ranks
+
+        compare_ranks(self, program)
+        self.checked = True
+
+    # -------------------------------------------------------------- running it
+
+    def _run(self, program: Program, tensors: Sequence[torch.Tensor]) -> Any:
+        if not program.trains:
+            with torch.no_grad():
+                flat = self._forward(program, tensors)[0]
+            return program.captured.output.rebuild(flat)
+        params = [s.param for s in self.states.values() if s.param.requires_grad]
+        flat = _Call.apply(self, program, len(tensors), *tensors, *params)
+        return program.captured.output.rebuild(flat)
+
+    def _forward(
+        self, program: Program, tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """Runs forward; applies buffer updates; returns user outputs and saved values."""
+        buffers = self._buffers(program)
+        values: list[Any] = []
+        for _, role in inputs(program.forward):
+            if isinstance(role, ParamInput):
+                values.append(self._weight(role.fqn))
+            elif isinstance(role, BufferInput):
+                values.append(buffers[role.fqn])
+            else:
+                assert isinstance(role, UserInput)
+                values.append(tensors[role.index].detach())
+        results = program.run_forward(values)
+        outputs: dict[int, torch.Tensor] = {}
+        saved: list[Any] = []
+        for value, role in zip(results, output_node(program.forward).meta["roles"], strict=True):
+            if isinstance(role, UserOutput):
+                outputs[role.index] = value
+            elif isinstance(role, BufferUpdate):
+                buffers[role.fqn].copy_(value)
+            elif isinstance(role, InputUpdate):
+                tensors[role.index].copy_(value)
+            elif isinstance(role, SavedOutput):
+                saved.append(value)
+        return [outputs[i] for i in sorted(outputs)], saved
+
+    def _weight(self, fqn: str) -> torch.Tensor:
+        if self.unsharded is not None and fqn in self.unsharded:
+            return self.unsharded[fqn]
+        return self.states[fqn].program_input()
+
+    def _buffers(self, program: Program) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for _, role in inputs(program.forward, BufferInput):
+            constant = program.captured.constants.get(role.fqn)
+            if constant is None:
+                path, _, name = role.fqn.rpartition(".")
+                constant = self.module.get_submodule(path)._buffers[name]
+            found[role.fqn] = constant
+        return found
+
+    def _backward(
+        self, program: Program, saved: Sequence[Any], tangents: Sequence[torch.Tensor | None]
+    ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
+        """Runs backward; returns reduced gradients by FQN (those handed to autograd) and input gradients."""
+        choice = reduction.choose(self)
+        gm = program.backward(choice.run)
+        values: list[Any] = []
+        for node, role in inputs(gm):
+            if isinstance(role, SavedInput):
+                values.append(saved[role.index])
+            else:
+                assert isinstance(role, TangentInput)
+                values.append(_match_layout(tangents[role.of.index], node.meta["val"]))  # type: ignore[union-attr]
+        results = program.run_backward(choice.run, values)
+        grads: dict[str, torch.Tensor] = {}
+        input_grads: dict[int, torch.Tensor] = {}
+        for value, role in zip(results, output_node(gm).meta["roles"], strict=True):
+            if value is None:
+                continue
+            if isinstance(role, ParamGrad):
+                grads[role.fqn] = value
+            elif isinstance(role, InputGrad):
+                input_grads[role.index] = value
+        grads = reduction.finish(self, choice, grads)
+        if self.flags.reshard_after_backward or self.flags.last_backward:
+            self.unsharded = None
+        return grads, input_grads
+
+
+def _tied(module: nn.Module, states: Mapping[str, ParamState]) -> dict[str, str]:
+    first = {id(state.param): fqn for fqn, state in states.items()}
+    names = module.named_parameters(remove_duplicate=False)
+    return {fqn: first[id(p)] for fqn, p in names if first[id(p)] != fqn}
+
+
+def _match_layout(tangent: torch.Tensor | None, traced: torch.Tensor) -> torch.Tensor:
+    """The tangent in the strides that backward was traced for."""
+    assert tangent is not None
+    if traced.is_contiguous():
+        return tangent.contiguous()
+    order = sorted(range(traced.dim()), key=lambda d: (-int(traced.stride(d)), d))
+    inverse = [order.index(d) for d in range(len(order))]
+    return tangent.permute(order).contiguous().permute(inverse)
+
+
+class _Call(torch.autograd.Function):
+    """One call of a training program under autograd."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, runtime: Runtime, program: Program, num_inputs: int, *values: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        flat, saved = runtime._forward(program, values[:num_inputs])
+        ctx.runtime, ctx.program, ctx.num_inputs = runtime, program, num_inputs
+        ctx.symbols = [None if isinstance(v, torch.Tensor) else v for v in saved]
+        ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
+        fixed = {t.of.index for _, t in inputs(program.backward(Reduction()), TangentInput)}
+        ctx.mark_non_differentiable(
+            *(v for i, v in enumerate(flat) if i not in fixed or not v.is_floating_point())
+        )
+        return tuple(flat)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
+        runtime: Runtime = ctx.runtime
+        tensors = iter(ctx.saved_tensors)
+        saved = [next(tensors) if s is None else s for s in ctx.symbols]
+        grads, input_grads = runtime._backward(ctx.program, saved, tangents)
+        by_input = [input_grads.get(i) for i in range(ctx.num_inputs)]
+        by_param = [
+            _wrap(state, grads.get(fqn))
+            for fqn, state in runtime.states.items()
+            if state.param.requires_grad
+        ]
+        return (None, None, None, *by_input, *by_param)
+
+
+def _wrap(state: ParamState, grad: torch.Tensor | None) -> torch.Tensor | None:
+    if grad is None or state.plan.ignored:
+        return grad
+    return state.to_dtensor(state.unpad(grad))
