@@ -53,7 +53,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: Policy | None = None) -> n
     units = resolve_units(model, policy.units)
     device = _device(mesh)
     convert.check_parameters(model, plans, device)
-    convert.make_groups(mesh, layout, plans)
+    convert.make_groups(mesh, layout, policy, plans)
     states = convert.convert_parameters(model, mesh, layout, policy, plans, device)
     original = extend_class(model)
     model._hp_runtime = Runtime(  # type: ignore[assignment]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,17 @@ from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
 from hyper_parallel.torch_compat import graph as compat
-from passes.base import GradInput, ParamGrad, ProgramInfo, finish, set_info
+from passes.base import (
+    GradInput,
+    ParamGrad,
+    ParamInput,
+    ProgramInfo,
+    UserOutput,
+    aten,
+    emit,
+    finish,
+    set_info,
+)
 
 if TYPE_CHECKING:
     from hp_compile.runtime import Runtime
@@ -134,6 +144,75 @@ def reduction_program(
     return cache[key]
 
 
+def gather_program(runtime: Runtime) -> Callable[[], dict[str, torch.Tensor]]:
+    """A program that only gathers: every shard in, full weights in compute dtype out.
+
+    Args:
+        runtime: runtime of the module.
+    """
+    plans = {f: p for f, p in runtime.plans.items() if not p.ignored}
+    cache: dict[Any, Any] = runtime.reductions
+    if "gather" not in cache:
+        mode = compat.fake_mode()
+        gm = _weights_only(runtime, plans, mode)
+        reshard = dict.fromkeys(runtime.units.order, True)
+        gm = pipeline.run(
+            gm,
+            [
+                *pipeline.shard_steps(runtime.policy, reshard, True),
+                *pipeline.schedule_steps(runtime.policy),
+            ],
+        )
+        cache["gather"] = lower(gm, backend=runtime.policy.backend, fake_mode=mode)
+
+    def run() -> dict[str, torch.Tensor]:
+        shards: list[Any] = [runtime.states[fqn].program_input() for fqn in plans]
+        with torch.no_grad():
+            return dict(zip(plans, cache["gather"](shards), strict=True))
+
+    return run
+
+
+def _weights_only(runtime: Runtime, plans: Mapping[str, ParamPlan], mode: Any) -> fx.GraphModule:
+    graph = fx.Graph()
+    nodes = []
+    for index, plan in enumerate(plans.values()):
+        node = graph.placeholder(f"weight_{index}")
+        with mode:
+            node.meta["val"] = torch.empty(
+                plan.local_shape,
+                dtype=compute_dtype(plan, runtime.policy),
+                device=runtime.device,
+            )
+        node.meta["role"] = ParamInput(plan.fqn)
+        nodes.append(node)
+    with graph.inserting_after(nodes[-1]):
+        uses = [emit(graph, aten.alias.default, node) for node in nodes]
+    out = graph.output(tuple(uses))
+    out.meta["roles"] = tuple(UserOutput(i) for i in range(len(nodes)))
+    return _bare_program(runtime, graph, "captured")
+
+
+def compute_dtype(plan: ParamPlan, policy: Policy) -> torch.dtype:
+    """The dtype in which forward uses a parameter."""
+    dtype = policy.mp_policy.param_dtype
+    if dtype is None or plan.ignored or not plan.dtype.is_floating_point:
+        return plan.dtype
+    return dtype
+
+
+def _bare_program(runtime: Runtime, graph: fx.Graph, stage: str) -> fx.GraphModule:
+    gm = fx.GraphModule(nn.Module(), graph)
+    program = ProgramInfo(
+        layout=runtime.layout,
+        params=runtime.plans,
+        units=runtime.units.of,
+        unit_order=runtime.units.order,
+        stage=stage,
+    )
+    return finish(set_info(gm, program), "annotate")
+
+
 def _grads_only(
     runtime: Runtime,
     dtypes: tuple[tuple[str, torch.dtype], ...],
@@ -152,12 +231,4 @@ def _grads_only(
         nodes.append(node)
     out = graph.output(tuple(nodes))
     out.meta["roles"] = tuple(ParamGrad(fqn) for fqn, _ in dtypes)
-    gm = fx.GraphModule(nn.Module(), graph)
-    program = ProgramInfo(
-        layout=runtime.layout,
-        params=runtime.plans,
-        units=runtime.units.of,
-        unit_order=runtime.units.order,
-        stage="reduction",
-    )
-    return finish(set_info(gm, program), "annotate")
+    return _bare_program(runtime, graph, "reduction")

@@ -219,7 +219,7 @@ def _copy_root(module: nn.Module, original_class: type, memo: dict[int, Any]) ->
 
     References to the root from below (a parent pointer, a hook's bound method) lead to the copy.
     """
-    twin: nn.Module = original_class.__new__(original_class)
+    twin: nn.Module = object.__new__(original_class)
     memo[id(module)] = twin
     for name, value in module.__dict__.items():
         if name != "_hp_runtime" and "load_state_dict" not in name:
@@ -238,14 +238,14 @@ def _refuse_hidden_parameters(module: nn.Module) -> None:
             if (name.startswith("_") and name in nn.Module().__dict__) or name == "_hp_runtime":
                 continue
             for where, tensor in _walk(value, name):
-                if isinstance(tensor, nn.Parameter) or tensor.requires_grad:
-                    if id(tensor) not in known:
-                        path = f"{fqn}.{where}" if fqn else where
-                        raise CaptureError(
-                            f"{path} is a parameter held in a Python container, so capture would turn it into a "
-                            "constant that is never trained; register it: use nn.ParameterList or nn.ParameterDict, "
-                            "or assign it as an attribute"
-                        )
+                trained = isinstance(tensor, nn.Parameter) or tensor.requires_grad
+                if trained and id(tensor) not in known:
+                    path = f"{fqn}.{where}" if fqn else where
+                    raise CaptureError(
+                        f"{path} is a parameter held in a Python container, so capture would turn it into a "
+                        "constant that is never trained; register it: use nn.ParameterList or nn.ParameterDict, "
+                        "or assign it as an attribute"
+                    )
 
 
 def _walk(value: object, path: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -303,11 +303,15 @@ def capture(
     stand_ins = [_stand_in(t, device) for t in tensors]
     spec = tuple({d: torch.export.Dim.AUTO for d in dims} or None for dims in dynamic)
     before = _tensor_attributes(twin)
-    with _explained(twin), compat.mark_checkpoint_regions(), torch.set_grad_enabled(grad):
-        with compat.preserve_node_meta():
-            exported = torch.export.export(
-                entry, tuple(stand_ins), dynamic_shapes=(spec,), strict=False
-            )
+    with (
+        _explained(twin),
+        compat.mark_checkpoint_regions(),
+        torch.set_grad_enabled(grad),
+        compat.preserve_node_meta(),
+    ):
+        exported = torch.export.export(
+            entry, tuple(stand_ins), dynamic_shapes=(spec,), strict=False
+        )
     _refuse_stashed_tensors(twin, before)
     forward = exported.module(check_guards=False)
     _share_tied(forward, tied)
@@ -470,9 +474,9 @@ def _user_line(error: BaseException) -> str:
         trace = current.__traceback__
         while trace is not None:
             name = trace.tb_frame.f_code.co_filename
-            if not name.startswith(torch_root) and name != own and not name.startswith("<"):
-                if "hp_compile" not in name:
-                    found = f"{name}:{trace.tb_lineno}"
+            inside = name.startswith((torch_root, "<")) or name == own or "hp_compile" in name
+            if not inside:
+                found = f"{name}:{trace.tb_lineno}"
             trace = trace.tb_next
         if found:
             return found

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hp_compile.state import ParamState, contiguous_stride
 from hyper_parallel.errors import HPCompileError, PlacementError
-from hyper_parallel.groups import get_group_info
+from hyper_parallel.groups import get_group_info, get_inner_group_info
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
@@ -88,8 +88,15 @@ def _stale_optimizers(
     return found
 
 
-def make_groups(mesh: DeviceMesh, layout: MeshLayout, plans: Mapping[str, ParamPlan]) -> None:
+def make_groups(
+    mesh: DeviceMesh, layout: MeshLayout, policy: Policy, plans: Mapping[str, ParamPlan]
+) -> None:
     """Creates the process groups that the plans use, in one order on all ranks."""
+    inner = policy.reshard_after_forward
+    if inner is not None and not isinstance(inner, bool):
+        for group in sorted({p.shard_axes for p in plans.values() if p.shard_size > 1}):
+            if layout.size(group) % inner == 0:
+                get_inner_group_info(mesh, layout, group, inner)
     axes = {p.shard_axes for p in plans.values()} | {p.replica_axes for p in plans.values()}
     for group in sorted(axes):
         get_group_info(mesh, layout, group)

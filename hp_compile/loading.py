@@ -17,7 +17,7 @@ def attach(model: nn.Module) -> None:
 
 
 def _prepare(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    runtime = model._hp_runtime
+    runtime: Any = model._hp_runtime
     first = dict(model.named_parameters(remove_duplicate=False))
     by_param = {id(state.param): state for state in runtime.states.values()}
     replaced: dict[str, torch.Tensor] = {}

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from hp_compile.runtime import Runtime
 
 
+class UnshardHandle:
+    """Handle of a finished ``unshard``."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
 class ShardedModule:
     """Mixin that ``hp_compile.shard`` puts in front of the module's own class.
 
@@ -92,13 +99,15 @@ class ShardedModule:
         """Gathers all weights now and keeps them; the following calls run the program without gathers.
 
         Args:
-            async_op: return a handle with ``wait()`` instead of waiting.
+            async_op: return a handle with ``wait()``, for loops written for FSDP2. The gather program waits for its own
+                collectives, so the handle is ready at once.
         """
-        return self._hp_runtime.unshard(async_op)
+        self._hp_runtime.unshard()
+        return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
         """Frees the weights that ``unshard`` gathered."""
-        self._hp_runtime.unsharded = None
+        self._hp_runtime.reshard()
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Accepted for compatibility: the order of gathers is fixed when the program is compiled (see ``passes.overlap``)."""

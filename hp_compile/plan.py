@@ -80,6 +80,11 @@ class Plan:
         """``ParamPlan`` of every parameter by FQN, in registration order; a tied parameter once, under its first name."""
         return MappingProxyType(self._params)
 
+    @property
+    def has_program(self) -> bool:
+        """Whether the plan was made with example inputs, so that it knows graphs and collectives."""
+        return self._program is not None
+
     def _require_program(self) -> Program:
         if self._program is None:
             raise CaptureError(

@@ -19,7 +19,7 @@ from hp_compile.capture import Captured
 from hp_compile.lower import Lowered, lower
 from hp_compile.signature import Signature
 from hyper_parallel.policy import Policy
-from passes.base import UserInput, inputs
+from passes.base import TangentInput, UserInput, UserOutput, inputs
 
 
 @dataclass(frozen=True)
@@ -122,3 +122,11 @@ class Program:
     def used_inputs(self) -> tuple[int, ...]:
         """Flat tensor inputs that forward takes, in order."""
         return tuple(role.index for _, role in inputs(self.forward, UserInput))
+
+    @cached_property
+    def differentiable(self) -> frozenset[int]:
+        """User outputs whose gradient backward takes."""
+        source = self._halves[1]
+        assert source is not None
+        tangents = inputs(source, TangentInput)
+        return frozenset(r.of.index for _, r in tangents if isinstance(r.of, UserOutput))

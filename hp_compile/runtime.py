@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_compile import build, reduction
-from hp_compile.program import Program, Reduction
+from hp_compile.program import Program
 from hp_compile.signature import Signature, flatten_call
 from hp_compile.state import ParamState
 from hp_compile.units import Units
@@ -30,9 +30,8 @@ from passes.base import (
     ParamInput,
     SavedInput,
     SavedOutput,
-    TangentInput,
-    UserInput,
     UserOutput,
+    hint,
     inputs,
     output_node,
 )
@@ -97,6 +96,7 @@ class Runtime:
         self.flags = Flags(reshard=build.reshard_map(policy, units), reduce_op=policy.reduce_op)
         self.programs: dict[Any, list[Program]] = {}
         self.unsharded: dict[str, torch.Tensor] | None = None
+        self._versions: tuple[int, ...] = ()
         self.checked = False
         self.tied = _tied(module, states)
         self.reductions: dict[Any, Any] = {}
@@ -106,6 +106,7 @@ class Runtime:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the user's forward as a program."""
+        self._keep_or_drop_weights()
         signature, tensors = flatten_call(args, kwargs)
         tensors = [t if t.device == self.device else t.to(self.device) for t in tensors]
         program = self.program(signature, tensors)
@@ -179,6 +180,29 @@ class Runtime:
             path, _, name = alias.rpartition(".")
             self.module.get_submodule(path)._parameters[name] = self.states[first].param
 
+    # -------------------------------------------------------------- weights held between micro-batches
+
+    def unshard(self) -> None:
+        """Gathers every parameter and keeps it until ``reshard`` or the last backward of the step."""
+        if self.unsharded is None:
+            self.unsharded = build.gather_program(self)()
+            self._versions = self._shard_versions()
+
+    def reshard(self) -> None:
+        """Frees what ``unshard`` gathered."""
+        self.unsharded = None
+
+    def _keep_or_drop_weights(self) -> None:
+        if self.unsharded is not None and self._versions != self._shard_versions():
+            self.reshard()  # the optimizer has changed the shards since
+        flags = self.flags
+        keeps = not flags.reshard_after_backward or self.policy.zero_level == 2
+        if torch.is_grad_enabled() and keeps and not flags.last_backward:
+            self.unshard()
+
+    def _shard_versions(self) -> tuple[int, ...]:
+        return tuple(state.local()._version for state in self.states.values())
+
     def _compare_ranks(self, program: Program) -> None:
         from hp_compile.agree import compare_ranks
 
@@ -202,13 +226,13 @@ class Runtime:
         """Runs forward; applies buffer updates; returns user outputs and saved values."""
         buffers = self._buffers(program)
         values: list[Any] = []
+        role: Any
         for _, role in inputs(program.forward):
             if isinstance(role, ParamInput):
                 values.append(self._weight(role.fqn))
             elif isinstance(role, BufferInput):
                 values.append(buffers[role.fqn])
             else:
-                assert isinstance(role, UserInput)
                 values.append(tensors[role.index].detach())
         results = program.run_forward(values)
         outputs: dict[int, torch.Tensor] = {}
@@ -232,11 +256,10 @@ class Runtime:
     def _buffers(self, program: Program) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for _, role in inputs(program.forward, BufferInput):
-            constant = program.captured.constants.get(role.fqn)
-            if constant is None:
-                path, _, name = role.fqn.rpartition(".")
-                constant = self.module.get_submodule(path)._buffers[name]
-            found[role.fqn] = constant
+            if role.fqn in program.captured.constants:
+                found[role.fqn] = program.captured.constants[role.fqn]
+            else:
+                found[role.fqn] = self.module.get_buffer(role.fqn)
         return found
 
     def _backward(
@@ -246,12 +269,12 @@ class Runtime:
         choice = reduction.choose(self)
         gm = program.backward(choice.run)
         values: list[Any] = []
+        role: Any
         for node, role in inputs(gm):
             if isinstance(role, SavedInput):
                 values.append(saved[role.index])
             else:
-                assert isinstance(role, TangentInput)
-                values.append(_match_layout(tangents[role.of.index], node.meta["val"]))  # type: ignore[union-attr]
+                values.append(_match_layout(tangents[role.of.index], node.meta["val"]))
         results = program.run_backward(choice.run, values)
         grads: dict[str, torch.Tensor] = {}
         input_grads: dict[int, torch.Tensor] = {}
@@ -263,8 +286,9 @@ class Runtime:
             elif isinstance(role, InputGrad):
                 input_grads[role.index] = value
         grads = reduction.finish(self, choice, grads)
-        if self.flags.reshard_after_backward or self.flags.last_backward:
-            self.unsharded = None
+        keep = not self.flags.reshard_after_backward or self.policy.zero_level == 2
+        if self.flags.last_backward or not keep:
+            self.reshard()
         return grads, input_grads
 
 
@@ -279,7 +303,8 @@ def _match_layout(tangent: torch.Tensor | None, traced: torch.Tensor) -> torch.T
     assert tangent is not None
     if traced.is_contiguous():
         return tangent.contiguous()
-    order = sorted(range(traced.dim()), key=lambda d: (-int(traced.stride(d)), d))
+    strides = traced.stride()
+    order = sorted(range(traced.dim()), key=lambda d: (-hint(strides[d]), d))
     inverse = [order.index(d) for d in range(len(order))]
     return tangent.permute(order).contiguous().permute(inverse)
 
@@ -295,7 +320,7 @@ class _Call(torch.autograd.Function):
         ctx.runtime, ctx.program, ctx.num_inputs = runtime, program, num_inputs
         ctx.symbols = [None if isinstance(v, torch.Tensor) else v for v in saved]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
-        fixed = {t.of.index for _, t in inputs(program.backward(Reduction()), TangentInput)}
+        fixed = program.differentiable
         ctx.mark_non_differentiable(
             *(v for i, v in enumerate(flat) if i not in fixed or not v.is_floating_point())
         )

@@ -17,7 +17,13 @@ from hyper_parallel.errors import MeshError
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.torch_compat.distributed import flatten_group, register_group_alias
 
-__all__ = ["GroupInfo", "clear_group_cache", "get_group_info"]
+__all__ = [
+    "GroupInfo",
+    "clear_group_cache",
+    "get_group_info",
+    "get_inner_group_info",
+    "inner_group_name",
+]
 
 # The only mutable module state: (layout digest, axes) -> the rank's group along these axes. An
 # entry is dropped when its group is no longer alive, e.g. after destroy_process_group().
@@ -62,6 +68,49 @@ def get_group_info(mesh: DeviceMesh, layout: MeshLayout, axes: str | Iterable[st
     group = _GROUPS.get(key)
     if group is None or not _is_alive(group):
         group = _find_group(mesh, layout, live)
+        _GROUPS[key] = group
+    register_group_alias(name, group)
+    return GroupInfo(name, group, size)
+
+
+def inner_group_name(layout: MeshLayout, axes: str | Iterable[str], size: int) -> str:
+    """The alias of the group of ``size`` consecutive ranks around this rank, inside its group along ``axes``."""
+    return f"{layout.group_name(axes)}/{size}"
+
+
+def get_inner_group_info(
+    mesh: DeviceMesh, layout: MeshLayout, axes: str | Iterable[str], size: int
+) -> GroupInfo:
+    """Returns the group of ``size`` consecutive ranks around this rank, inside its group along mesh dims.
+
+    It is what an integer ``reshard_after_forward`` gathers over in backward. Making it is collective: every rank of the
+    mesh must ask for the same axes and size in the same order.
+
+    Args:
+        mesh: The mesh that ``layout`` was read from.
+        layout: The mesh as a value.
+        axes: Mesh dims in any order.
+        size: Ranks of the smaller group; a divisor of the size of the whole.
+
+    Raises:
+        MeshError: ``size`` is no divisor.
+    """
+    axes = layout.axes(axes)
+    whole = layout.size(axes)
+    if size < 1 or whole % size:
+        raise MeshError(f"a group of {size} ranks does not divide the {whole} ranks along {axes}")
+    name = inner_group_name(layout, axes, size)
+    if size == 1:
+        return GroupInfo(name, None, 1)
+    key = (layout.digest, (*axes, f"/{size}"))
+    group = _GROUPS.get(key)
+    if group is None or not _is_alive(group):
+        blocks = [
+            list(ranks[start : start + size])
+            for ranks in layout.all_groups(axes)
+            for start in range(0, whole, size)
+        ]
+        group, _ = dist.new_subgroups_by_enumeration(blocks)
         _GROUPS[key] = group
     register_group_alias(name, group)
     return GroupInfo(name, group, size)

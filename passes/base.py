@@ -331,6 +331,11 @@ def collectives(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Comm]]:
             yield node, comm
 
 
+def is_backward(node: fx.Node) -> bool:
+    """True for a node of a joint program that autograd recorded for the backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
 def finish(
     gm: fx.GraphModule, name: str, *, stage: str | None = None, **facts: Any
 ) -> fx.GraphModule:

@@ -17,7 +17,7 @@ bucket is issued where its first member was needed, a reduction bucket where its
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +81,7 @@ def _buckets(gm: fx.GraphModule, bucket_mb: float | None) -> Iterator[list[fx.No
         size = 0
         for unit_nodes in units.values():
             nodes = sorted(unit_nodes, key=lambda n: position[n.meta["comm"].params[0]])
-            nbytes = sum(_nbytes(n.args[0]) for n in nodes)  # type: ignore[arg-type]
+            nbytes = sum(_nbytes(n.args[0]) for n in nodes)  # type: ignore[arg-type,misc]
             if current and (bucket_mb is None or size + nbytes > bucket_mb * _MIB):
                 yield current
                 current, size = [], 0
@@ -92,7 +92,7 @@ def _buckets(gm: fx.GraphModule, bucket_mb: float | None) -> Iterator[list[fx.No
 
 
 def _nbytes(node: fx.Node) -> int:
-    value = node.meta["val"]
+    value: torch.Tensor = node.meta["val"]
     return value.numel() * value.element_size()
 
 
@@ -181,7 +181,11 @@ def _unflatten(add: Callable[..., fx.Node], flat: fx.Node, members: list[fx.Node
     ]
 
 
-_MERGE = {GATHER: _merge_gathers, SCATTER: _merge_scatters, REDUCE: _merge_reduces}
+_MERGE: Mapping[Any, Callable[..., list[fx.Node]]] = {
+    GATHER: _merge_gathers,
+    SCATTER: _merge_scatters,
+    REDUCE: _merge_reduces,
+}
 
 
 def _stable_topological_sort(gm: fx.GraphModule) -> None:

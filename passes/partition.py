@@ -12,6 +12,7 @@ that dropout agrees between forward and recompute on every device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -66,7 +67,8 @@ def partition(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
 
 
 def _saved_names(forward: fx.GraphModule, num_outputs: int) -> list[str]:
-    return [node.name for node in output_node(forward).args[0][num_outputs:]]  # type: ignore[index,union-attr]
+    flat: Any = output_node(forward).args[0]
+    return [node.name for node in flat[num_outputs:]]
 
 
 def _assign_inputs(half: fx.GraphModule, known: dict[str, object], saved: dict[str, int]) -> None:

@@ -170,6 +170,7 @@ def pack(add: Callable[..., fx.Node], grad: fx.Node, plan: ParamPlan) -> fx.Node
         plan: plan of the parameter.
     """
     dim, rows, lengths = plan.shard_dim, plan.padded_rows, plan.lengths
+    assert dim is not None
     size = plan.local_shape[dim]
     even = all(length == rows for length in lengths)
     if even and dim == 0:

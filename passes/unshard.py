@@ -19,12 +19,16 @@ by this rank's slice of the smaller group, which is what is saved, and a second 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+import hyper_parallel.ops  # registers shard_slice
+from hyper_parallel.groups import inner_group_name
 from hyper_parallel.plan import ParamPlan
 from passes.base import (
     GATHER,
@@ -39,6 +43,7 @@ from passes.base import (
     finish,
     info,
     inputs,
+    is_backward,
 )
 
 #: Larger than any activation checkpoint region, so a region that uses a weight never forces it to be saved.
@@ -95,10 +100,18 @@ def _unshard_parameter(
             value = emit(graph, convert, value, compute, like=users[0])
             chain.append(value)
         if plan.shard_size > 1:
-            value = _gather(graph, value, plan, program, unit, reshard, chain)
+            flat, value = _gather(graph, value, plan, program, unit, chain)
     node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in chain)
-    keep = reshard is False or (plan.shard_size == 1 and plan.dtype == compute)
-    _tag(chain, value, keep)
+    inner = 0 if isinstance(reshard, bool) else reshard
+    if plan.shard_size > 1 and 1 < inner < plan.shard_size:
+        with graph.inserting_after(value):
+            after = value.next
+        with graph.inserting_before(after):
+            again_chain, again = _gather_from_slice(graph, flat, plan, program, unit, inner)
+        _move_backward_uses(value, again)
+        _tag(again_chain[1:], again, keep=False)
+        again_chain[0].meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    _tag(chain, value, keep=reshard is False)
 
 
 def _gather(
@@ -107,13 +120,12 @@ def _gather(
     plan: ParamPlan,
     program: ProgramInfo,
     unit: str,
-    reshard: bool | int,
     chain: list[fx.Node],
-) -> fx.Node:
-    """Emits gather, wait and the removal of padding; for an integer, slice and inner gather too."""
+) -> tuple[fx.Node, fx.Node]:
+    """Emits gather, wait and the removal of padding; returns the gathered buffer and the full parameter."""
     layout = program.layout
 
-    def add(target: object, *args: object, comm: Comm | None = None) -> fx.Node:
+    def add(target: Any, *args: Any, comm: Comm | None = None) -> fx.Node:
         node = emit(graph, target, *args, comm=comm)  # type: ignore[arg-type]
         chain.append(node)
         return node
@@ -121,17 +133,52 @@ def _gather(
     comm = Comm("all_gather", plan.shard_axes, "unshard", (plan.fqn,), unit)
     gathered = add(GATHER, shard, plan.shard_size, layout.group_name(plan.shard_axes), comm=comm)
     flat = add(WAIT, gathered)
-    inner = reshard if reshard is not True and reshard is not False else 0
-    if inner and inner < plan.shard_size:
-        axis = layout.group_name(plan.shard_axes, inner=inner)
-        sliced = add(torch.ops.hyper_parallel.shard_slice.default, flat, inner, axis)
-        sliced.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        comm = Comm("all_gather", plan.shard_axes, "unshard", (plan.fqn,), unit, inner)
-        flat = add(WAIT, add(GATHER, sliced, inner, axis, comm=comm))
-    return assemble(add, flat, plan)
+    return flat, assemble(add, flat, plan)
 
 
-def assemble(add: object, flat: fx.Node, plan: ParamPlan) -> fx.Node:
+def _gather_from_slice(
+    graph: fx.Graph, flat: fx.Node, plan: ParamPlan, program: ProgramInfo, unit: str, inner: int
+) -> tuple[list[fx.Node], fx.Node]:
+    """For an integer reshard: slice of the smaller group after forward, and the gather that backward issues from it."""
+    chain: list[fx.Node] = []
+
+    def add(target: Any, *args: Any, comm: Comm | None = None) -> fx.Node:
+        node = emit(graph, target, *args, comm=comm)
+        chain.append(node)
+        return node
+
+    group = inner_group_name(program.layout, plan.shard_axes, inner)
+    sliced = add(torch.ops.hyper_parallel.shard_slice.default, flat, inner, group)
+    comm = Comm("all_gather", plan.shard_axes, "unshard", (plan.fqn,), unit, inner)
+    full = assemble(add, add(WAIT, add(GATHER, sliced, inner, group, comm=comm)), plan)
+    return chain, full
+
+
+def _move_backward_uses(full: fx.Node, again: fx.Node) -> None:
+    """Backward nodes that read ``full``, or a view of it, read the same of ``again``; forward keeps ``full``."""
+    copies: dict[fx.Node, fx.Node] = {full: again}
+    views = [full]
+    for view in views:
+        for user in list(view.users):
+            if user is again or user.target is torch.ops.hyper_parallel.shard_slice.default:
+                continue
+            if is_backward(user):
+                user.replace_input_with(view, _copy_of(view, copies))
+            elif is_weight_view(user):
+                views.append(user)
+
+
+def _copy_of(view: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """``view`` rebuilt on the second gather, behind it in the graph."""
+    if view not in copies:
+        source = _copy_of(view.all_input_nodes[0], copies)
+        anchor = max(source, view)
+        with view.graph.inserting_after(anchor):
+            copies[view] = view.graph.node_copy(view, lambda n: _copy_of(n, copies))
+    return copies[view]
+
+
+def assemble(add: Callable[..., fx.Node], flat: fx.Node, plan: ParamPlan) -> fx.Node:
     """Full parameter from the gathered buffer ``[shard_size * shard.size(0), ...]``: padding off, dims in order.
 
     Args:
@@ -139,24 +186,23 @@ def assemble(add: object, flat: fx.Node, plan: ParamPlan) -> fx.Node:
         flat: the gathered shards, concatenated on dim 0 in group order.
         plan: plan of the parameter.
     """
+    assert plan.shard_dim is not None
     size = plan.local_shape[plan.shard_dim]
     lengths, rows = plan.lengths, plan.padded_rows
     if plan.shard_dim == 0 and _padding_is_a_tail(lengths, rows):
         if rows * plan.shard_size == size:
             return flat
-        return add(aten.slice.Tensor, flat, 0, 0, size)  # type: ignore[operator]
+        return add(aten.slice.Tensor, flat, 0, 0, size)
     pieces = []
-    parts = add(aten.split.Tensor, flat, plan.padded_shard_shape[0], 0)  # type: ignore[operator]
-    import operator
-
+    parts = add(aten.split.Tensor, flat, plan.padded_shard_shape[0], 0)
     for index, length in enumerate(lengths):
         if length == 0:
             continue
-        piece = add(operator.getitem, parts, index)  # type: ignore[operator]
+        piece = add(operator.getitem, parts, index)
         if length != rows:
-            piece = add(aten.slice.Tensor, piece, plan.shard_dim, 0, length)  # type: ignore[operator]
+            piece = add(aten.slice.Tensor, piece, plan.shard_dim, 0, length)
         pieces.append(piece)
-    return add(aten.cat.default, pieces, plan.shard_dim)  # type: ignore[operator]
+    return add(aten.cat.default, pieces, plan.shard_dim)
 
 
 def _padding_is_a_tail(lengths: Sequence[int], rows: int) -> bool:
@@ -181,11 +227,16 @@ def _tag(chain: Sequence[fx.Node], full: fx.Node, keep: bool) -> None:
     derived = [full]
     while derived:
         for user in derived.pop().users:
-            weight_only = user.target in VIEWS or user.target is convert
-            if weight_only and user.op == "call_function" and len(user.all_input_nodes) == 1:
+            if is_weight_view(user) and user.meta.get("recompute") is None:
                 user.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
                 user.meta["ac_graph_id"] = _WEIGHT_REGION
                 derived.append(user)
+
+
+def is_weight_view(node: fx.Node) -> bool:
+    """A view or a cast of one value: of a weight it is as large as the weight, so it is treated like it."""
+    known = node.target in VIEWS or node.target is convert
+    return known and node.op == "call_function" and len(node.all_input_nodes) == 1
 
 
 def _first_in_order(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:

@@ -129,3 +129,8 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
 def default_store() -> dist.Store:
     """The key-value store of the default process group."""
     return dist.distributed_c10d._get_default_store()
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group that a name or alias stands for on this rank."""
+    return _resolve_process_group(name)
