@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils import _pytree as pytree
 
 from hp_compile.signature import Signature, TensorSpec, flatten_call
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.torch_compat import graph as compat
+from hyper_parallel.torch_compat.graph import pytree
 
 log = logging.getLogger("hp_compile")
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from hyper_parallel.errors import CaptureError
+from hyper_parallel.torch_compat.graph import pytree
 
 
 @dataclass(frozen=True)

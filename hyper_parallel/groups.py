@@ -7,7 +7,7 @@ group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.errors import MeshError
 from hyper_parallel.mesh import MeshLayout
-from hyper_parallel.torch_compat.distributed import flatten_group, register_group_alias
+from hyper_parallel.torch_compat.distributed import flattened_group, register_group_alias
 
 __all__ = [
     "GroupInfo",
@@ -48,7 +48,7 @@ class GroupInfo:
 def get_group_info(mesh: DeviceMesh, layout: MeshLayout, axes: str | Iterable[str]) -> GroupInfo:
     """Returns this rank's group along mesh dims, making it at most once.
 
-    A group along several dims has to be made, which is collective: every rank of the mesh must ask
+    A group along several dims has to be made, which is collective: every rank of the group must ask
     for the same axes in the same order. Dims of size 1 never cost a group.
 
     Args:
@@ -84,7 +84,7 @@ def get_inner_group_info(
     """Returns the group of ``size`` consecutive ranks around this rank, inside its group along mesh dims.
 
     It is what an integer ``reshard_after_forward`` gathers over in backward. Making it is collective: every rank of the
-    mesh must ask for the same axes and size in the same order.
+    group must ask for the same axes and size in the same order.
 
     Args:
         mesh: The mesh that ``layout`` was read from.
@@ -105,12 +105,9 @@ def get_inner_group_info(
     key = (layout.digest, (*axes, f"/{size}"))
     group = _GROUPS.get(key)
     if group is None or not _is_alive(group):
-        blocks = [
-            list(ranks[start : start + size])
-            for ranks in layout.all_groups(axes)
-            for start in range(0, whole, size)
-        ]
-        group, _ = dist.new_subgroups_by_enumeration(blocks)
+        ranks = layout.ranks_along(axes)
+        start = ranks.index(layout.rank) // size * size
+        group = _make_group(ranks[start : start + size])
         _GROUPS[key] = group
     register_group_alias(name, group)
     return GroupInfo(name, group, size)
@@ -125,7 +122,8 @@ def _find_group(mesh: DeviceMesh, layout: MeshLayout, axes: tuple[str, ...]) -> 
     if len(axes) == 1:
         group = mesh.get_group(layout.dim_names.index(axes[0]))
     else:
-        group = flatten_group(mesh, layout.dim_names, axes, f"hp_{'_'.join(axes)}")
+        found = flattened_group(mesh, axes)
+        group = _make_group(layout.ranks_along(axes)) if found is None else found
     ranks = tuple(dist.get_process_group_ranks(group))
     if ranks != layout.ranks_along(axes):
         raise MeshError(
@@ -134,6 +132,15 @@ def _find_group(mesh: DeviceMesh, layout: MeshLayout, axes: tuple[str, ...]) -> 
             f"{list(layout.ranks_along(axes))}; pass the mesh that the layout was read from"
         )
     return group
+
+
+def _make_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Makes a group that only its own ranks have to ask for.
+
+    It is not made by flattening the mesh: a DTensor that finds a flattened mesh gathers over it in one step, which is
+    wrong for a tensor cut unevenly over two dims.
+    """
+    return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:

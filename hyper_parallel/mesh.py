@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -177,11 +177,6 @@ class MeshLayout:
             self.ranks[sum(c * s for c, s in zip(point, strides, strict=True))]
             for point in product(*choices)
         )
-
-    def all_groups(self, axes: str | Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the rank lists of every group along ``axes``, the same on all ranks."""
-        groups = {replace(self, rank=rank).ranks_along(axes) for rank in self.ranks}
-        return tuple(sorted(groups))
 
     def group_name(self, axes: str | Iterable[str]) -> str:
         """Returns the alias of the group along ``axes``: the same text on every rank."""

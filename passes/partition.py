@@ -95,9 +95,7 @@ def _tag_checkpoint_regions(gm: fx.GraphModule) -> None:
             continue
         if node.meta.get("partitioner_tag") == "is_backward":
             continue
-        random = isinstance(node.target, torch._ops.OpOverload) and (
-            torch.Tag.nondeterministic_seeded in node.target.tags
-        )
+        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         source = node.args[0] if node.args else None
         of_random = isinstance(source, fx.Node) and source.meta.get("random_in_region", False)
         if random or (of_random and isinstance(node.meta.get("val"), torch.Tensor)):

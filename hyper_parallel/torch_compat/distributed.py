@@ -20,7 +20,7 @@ from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
-    "flatten_group",
+    "flattened_group",
     "flatten_mesh",
     "is_shard",
     "is_strided_shard",
@@ -94,31 +94,22 @@ def unflatten_mesh(
     return mesh._unflatten(dim, tuple(sizes), tuple(names))
 
 
-def flatten_group(
-    mesh: DeviceMesh, dim_names: Sequence[str], axes: Sequence[str], name: str
-) -> dist.ProcessGroup:
-    """Returns this rank's group over several dims of ``mesh``; collective over the mesh's root.
-
-    A flattened mesh that exists already (made by the user or by an earlier call) is used again.
+def flattened_group(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup | None:
+    """Returns this rank's group over several dims if the user has flattened them, else None.
 
     Args:
         mesh: The mesh.
-        dim_names: Names of the mesh's dims, for a mesh that has none of its own.
-        axes: The dims to flatten, in mesh order.
-        name: What to call the flattened dim if it has to be made.
+        axes: The dims, in mesh order.
     """
+    if mesh.mesh_dim_names is None:
+        return None
     with unset_fake_temporarily():
-        if mesh.mesh_dim_names is None:
-            mesh = DeviceMesh(
-                mesh.device_type, mesh.mesh, mesh_dim_names=tuple(dim_names), _init_backend=False
-            )
-            mesh._dim_group_names = []
         part = mesh[tuple(axes)]
         _, ranks = mesh_ranks(part)
         for flat in part._get_root_mesh()._flatten_mapping.values():
             if mesh_ranks(flat) == ((len(ranks),), ranks):
                 return flat.get_group()
-        return part._flatten(name).get_group()
+    return None
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -133,4 +124,4 @@ def default_store() -> dist.Store:
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group that a name or alias stands for on this rank."""
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import annotate, preserve_node_meta
+from torch.utils import _pytree as pytree
 
 __all__ = [
     "FakeTensor",
@@ -31,6 +32,8 @@ __all__ = [
     "mark_checkpoint_regions",
     "min_cut_partition",
     "preserve_node_meta",
+    "pytree",
+    "sizes_fit",
     "tracing_context",
 ]
 
