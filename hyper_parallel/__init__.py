@@ -6,7 +6,18 @@ from hyper_parallel.errors import (
     MeshError,
     PlacementError,
     PolicyError,
+    ShardedStateError,
+    UnusedParameterError,
     VerificationError,
+)
+from hyper_parallel.fully_shard import (
+    HSDPCell,
+    HSDPModule,
+    HSDPParam,
+    ShardedState,
+    fully_shard,
+    hsdp,
+    register_fsdp_forward_method,
 )
 from hyper_parallel.groups import GroupInfo, get_group_info
 from hyper_parallel.mesh import (
@@ -31,6 +42,9 @@ __all__ = [
     "CaptureError",
     "GroupInfo",
     "HPCompileError",
+    "HSDPCell",
+    "HSDPModule",
+    "HSDPParam",
     "MeshError",
     "MeshLayout",
     "MeshRoles",
@@ -41,13 +55,19 @@ __all__ = [
     "PlacementError",
     "Policy",
     "PolicyError",
+    "ShardedState",
+    "ShardedStateError",
+    "UnusedParameterError",
     "VerificationError",
     "build_fsdp_meshes",
     "clip_grad_norm_",
+    "fully_shard",
     "get_group_info",
     "get_total_norm",
+    "hsdp",
     "infer_roles",
     "plan_param",
     "plan_params",
+    "register_fsdp_forward_method",
     "validate_hybrid_shard_args",
 ]

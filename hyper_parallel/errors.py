@@ -13,6 +13,8 @@ __all__ = [
     "MeshError",
     "PlacementError",
     "PolicyError",
+    "ShardedStateError",
+    "UnusedParameterError",
     "VerificationError",
 ]
 
@@ -31,6 +33,14 @@ class PolicyError(HPCompileError, ValueError):
 
 class PlacementError(HPCompileError, ValueError):
     """A parameter cannot have the placement that was asked for: names the FQN and the shape."""
+
+
+class ShardedStateError(HPCompileError, RuntimeError):
+    """A parameter or module is in another state than the operation needs: names both states."""
+
+
+class UnusedParameterError(HPCompileError, RuntimeError):
+    """Ranks used different parameters in one backward: names them and how many ranks."""
 
 
 class CaptureError(HPCompileError, RuntimeError):

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from hyper_parallel.torch_compat.distributed import is_shard
+from hyper_parallel.torch_compat.eager import foreach_mul, foreach_norm
 
 __all__ = ["clip_grad_norm_", "get_total_norm"]
 
@@ -107,7 +108,7 @@ def clip_grad_norm_(
     for (device, dtype), local in _by_device_and_dtype([_local(grad) for grad in grads]).items():
         scale = factor.to(device=device, dtype=dtype if dtype.is_floating_point else None)
         if foreach is not False:
-            torch._foreach_mul_(local, scale)
+            foreach_mul(local, scale)
         else:
             for tensor in local:
                 tensor.mul_(scale)
@@ -205,7 +206,7 @@ def _local_powers(locals_: Sequence[Tensor], p: float, foreach: bool | None) -> 
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
         values = [local for _, local in members]
         if foreach is not False:
-            norms = list(torch._foreach_norm(values, p, dtype=wide))
+            norms = foreach_norm(values, p, wide)
         else:
             norms = [torch.linalg.vector_norm(value, p, dtype=wide) for value in values]
         for (index, _), norm in zip(members, norms, strict=True):

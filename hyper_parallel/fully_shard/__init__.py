@@ -1,0 +1,24 @@
+"""The eager path: sharded data parallelism by hooks, with FSDP2's behaviour and the seeds' names.
+
+::
+
+    api.py        fully_shard, hsdp           gather.py   one all-gather a unit
+    module.py     HSDPModule                  reduce.py   one reduce-scatter, one all-reduce
+    state.py      the schedule of a unit      param.py    HSDPParam, its states and storage
+    context.py    what units of a model share geometry.py a parameter on the wire
+"""
+
+from hyper_parallel.fully_shard.api import fully_shard, hsdp, register_fsdp_forward_method
+from hyper_parallel.fully_shard.module import HSDPCell, HSDPModule, UnshardHandle
+from hyper_parallel.fully_shard.param import HSDPParam, ShardedState
+
+__all__ = [
+    "HSDPCell",
+    "HSDPModule",
+    "HSDPParam",
+    "ShardedState",
+    "UnshardHandle",
+    "fully_shard",
+    "hsdp",
+    "register_fsdp_forward_method",
+]

@@ -1,0 +1,87 @@
+"""Ranks that used different parameters in one backward: an error with names instead of a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hyper_parallel.errors import UnusedParameterError
+from hyper_parallel.fully_shard.param import HSDPParam
+from hyper_parallel.fully_shard.streams import Streams
+
+__all__ = ["check_missing"]
+
+
+def check_missing(
+    params: Sequence[HSDPParam],
+    missing_here: Sequence[bool],
+    counts: Tensor,
+    full_count: float,
+    fill: bool,
+    streams: Streams,
+) -> tuple[list[bool], Callable[[bool], bool] | None]:
+    """Compares which ranks had gradients.
+
+    Reading the counts makes the host wait for an accelerator, so there a rank that has all its
+    gradients reads them later, when they have arrived by themselves.
+
+    Args:
+        params: The parameters of a bucket.
+        missing_here: Which of them got no gradient on this rank.
+        counts: How many ranks got none, a parameter, scaled like the gradients.
+        full_count: The count if no rank got one.
+        fill: Whether a missing gradient counts as zero.
+        streams: The streams of the model.
+
+    Returns:
+        Which parameters get no gradient, and a check to run later (given whether to wait, it tells
+        whether it is settled) or None.
+
+    Raises:
+        UnusedParameterError: Some ranks have a gradient and others do not.
+    """
+    if streams.real and not any(missing_here):
+        if fill:
+            return [False] * len(params), None
+        host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        host.copy_(counts, non_blocking=True)
+        event = streams.event()
+
+        def check(wait: bool) -> bool:
+            if not wait and not event.query():
+                return False
+            event.synchronize()
+            _compare(params, missing_here, host.tolist(), full_count, fill)
+            return True
+
+        return [False] * len(params), check
+    return _compare(params, missing_here, counts.tolist(), full_count, fill), None
+
+
+def _compare(
+    params: Sequence[HSDPParam],
+    missing_here: Sequence[bool],
+    counts: Sequence[float],
+    full_count: float,
+    fill: bool,
+) -> list[bool]:
+    unused, differ = [], []
+    for param, here, count in zip(params, missing_here, counts, strict=True):
+        everywhere = here and count >= full_count * (1 - 2**-7)  # bfloat16 rounds large counts
+        unused.append(everywhere)
+        if count != 0 and not everywhere:
+            differ.append((param, here, count))
+    if differ and not fill:
+        param, here, count = differ[0]
+        ranks = param.sharded_group_info.rank_size * param.unsharded_group_info.rank_size
+        lack = max(1, round(count / full_count * ranks))
+        others = f", and {len(differ) - 1} more parameters" if len(differ) > 1 else ""
+        raise UnusedParameterError(
+            f"{param.fqn}{others}: {lack} of {ranks} ranks got no gradient in this backward (this "
+            f"rank, {param.rank}, {'did not' if here else 'did'}); use the same parameters on all "
+            f"ranks, or call set_reduce_scatter_unused_params(True) to count missing gradients as "
+            f"zero"
+        )
+    return unused
