@@ -138,6 +138,12 @@ def _checked(model: object, mesh: object, policy: object) -> Policy:
         raise PolicyError(
             f"policy: expected an hp_compile.Policy, got {type(policy).__name__} {policy!r}"
         )
+    for name in ("tp_plan", "ep_plan"):
+        if getattr(policy, name) is not None:
+            raise PolicyError(
+                f"Policy.{name}: the tensor- and expert-parallel passes are not part of this version; leave it None (a tp or ep "
+                "dim then holds equal copies), and nothing is silently left out"
+            )
     return policy
 
 
