@@ -23,10 +23,8 @@ def assign_gradient(param: HSDPParam, wire: Tensor, streams: Streams, stream: An
         streams: The streams of the model.
         stream: The stream that holds ``wire``.
     """
-    if param.geometry is None:
-        grad = wire.view(param.plan.local_shape)
-    else:
-        grad = param.geometry.local_of_wire(wire)
+    geometry = param.geometry
+    grad = wire.view(param.plan.local_shape) if geometry is None else geometry.local_of_wire(wire)
     grad = grad.to(param.orig_dtype)
     sharded = param.sharded_param
     hooks = post_accumulate_grad_hooks(sharded)
