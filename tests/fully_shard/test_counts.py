@@ -51,9 +51,7 @@ def count(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("reshard", "gathers"), [(True, BLOCKS + 1), (False, 0), (None, BLOCKS)]
-)
+@pytest.mark.parametrize(("reshard", "gathers"), [(True, BLOCKS + 1), (False, 0), (None, BLOCKS)])
 def test_one_dim_counts_equal_fsdp2(reshard: bool | None, gathers: int) -> None:
     ours = run_ranks(count, 2, (2,), reshard)
     assert ours == run_ranks(count, 2, (2,), reshard, True)
