@@ -159,6 +159,8 @@ class UnitState:
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gathers the parameters and prepares the inputs."""
+        if self.context.callback_queued and not in_backward():
+            self.context.reset()  # a backward raised, so it never ended
         if self.training_state is TrainingState.PRE_BACKWARD:
             # Recomputation of a checkpointed unit: an earlier post-backward may have freed them.
             self.unshard()
@@ -197,8 +199,6 @@ class UnitState:
     def _enter_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.lazy_init()
         context = self.context
-        if context.callback_queued and not in_backward():
-            context.reset()  # a backward raised, so it never ended
         if context.forward_root is not None:
             return args, kwargs
         context.enter_forward(self)

@@ -20,8 +20,8 @@ from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
-    "flattened_group",
     "flatten_mesh",
+    "flattened_group",
     "is_shard",
     "is_strided_shard",
     "mesh_ranks",
