@@ -11,6 +11,7 @@ from hyper_parallel.errors import (
     PolicyError,
     VerificationError,
 )
+from hyper_parallel.norm import clip_grad_norm_, get_total_norm
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Policy
 
@@ -29,6 +30,8 @@ __all__ = [
     "PolicyError",
     "ShardedModule",
     "VerificationError",
+    "clip_grad_norm_",
+    "get_total_norm",
     "plan",
     "shard",
     "verify",

@@ -96,6 +96,9 @@ def plan(
         return Plan(layout, policy, plans, None, None)
     signature, tensors = flatten_call(tuple(args), dict(kwargs or {}))
     trains = any(p.requires_grad for p in plans.values()) or any(t.requires_grad for t in tensors)
+    if runtime is not None and policy == runtime.policy and mesh == runtime.mesh:
+        # The model's own program, which its first call then finds instead of capturing again.
+        return Plan(layout, policy, plans, runtime.program(signature, tensors), signature)
     program = build.build_program(
         model,
         signature,
