@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -122,6 +123,7 @@ class Runtime:
         key = (
             signature,
             grad,
+            autocast_state(self.device),
             trainable if grad else (),
             tuple(m.training for m in self.module.modules()),
             tuple(self.flags.reshard.items()),
@@ -234,7 +236,8 @@ class Runtime:
                 values.append(buffers[role.fqn])
             else:
                 values.append(tensors[role.index].detach())
-        results = program.run_forward(values)
+        with without_autocast(self.device):  # its casts are in the program already
+            results = program.run_forward(values)
         outputs: dict[int, torch.Tensor] = {}
         saved: list[Any] = []
         for value, role in zip(results, output_node(program.forward).meta["roles"], strict=True):
@@ -275,7 +278,8 @@ class Runtime:
                 values.append(saved[role.index])
             else:
                 values.append(_match_layout(tangents[role.of.index], node.meta["val"]))
-        results = program.run_backward(choice.run, values)
+        with without_autocast(self.device):
+            results = program.run_backward(choice.run, values)
         grads: dict[str, torch.Tensor] = {}
         input_grads: dict[int, torch.Tensor] = {}
         for value, role in zip(results, output_node(gm).meta["roles"], strict=True):
@@ -296,6 +300,18 @@ def _tied(module: nn.Module, states: Mapping[str, ParamState]) -> dict[str, str]
     first = {id(state.param): fqn for fqn, state in states.items()}
     names = module.named_parameters(remove_duplicate=False)
     return {fqn: first[id(p)] for fqn, p in names if first[id(p)] != fqn}
+
+
+def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
+    """What ``torch.autocast`` is set to: a program is captured with its casts, so it selects the program."""
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Runs a program's operators as they were captured."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _match_layout(tangent: torch.Tensor | None, traced: torch.Tensor) -> torch.Tensor:
