@@ -218,6 +218,22 @@ class HSDPModule:
         for unit in _units(self, True):
             unit.unshard_async_op = async_op
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets all gradients, also while full parameters are registered or none is reduced yet.
+
+        After a forward that keeps its parameters, ``parameters()`` are the full ones, and the
+        gradients are on the slices.
+        """
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        for unit in _units(self, True):
+            unit.discard_partial_gradients()
+            for param in unit.params:
+                grad = param.sharded_param.grad
+                if set_to_none:
+                    param.sharded_param.grad = None
+                elif grad is not None:
+                    grad.detach_().zero_()
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         unit = _unit(self)
         unit.to_sharded()

@@ -149,11 +149,15 @@ class UnitState:
         self._to_run.clear()
         self._reshard_event = None
         if not keep_gradients:
-            for bucket in self._buckets:
-                bucket.partial = None
-            for param in self.params:
-                param.take_gradient()
+            self.discard_partial_gradients()
         self.to_sharded()
+
+    def discard_partial_gradients(self) -> None:
+        """Forgets gradients that were not reduced, or not over the replicas."""
+        for bucket in self._buckets:
+            bucket.partial = None
+        for param in self.params:
+            param.take_gradient()
 
     # Forward
 
