@@ -16,8 +16,10 @@ from hyper_parallel.fully_shard import (
     HSDPParam,
     ShardedState,
     fully_shard,
+    get_model_state_dict,
     hsdp,
     register_fsdp_forward_method,
+    set_model_state_dict,
 )
 from hyper_parallel.groups import GroupInfo, get_group_info
 from hyper_parallel.mesh import (
@@ -63,11 +65,13 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "get_group_info",
+    "get_model_state_dict",
     "get_total_norm",
     "hsdp",
     "infer_roles",
     "plan_param",
     "plan_params",
     "register_fsdp_forward_method",
+    "set_model_state_dict",
     "validate_hybrid_shard_args",
 ]

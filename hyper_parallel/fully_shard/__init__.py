@@ -11,6 +11,7 @@
 from hyper_parallel.fully_shard.api import fully_shard, hsdp, register_fsdp_forward_method
 from hyper_parallel.fully_shard.module import HSDPCell, HSDPModule, UnshardHandle
 from hyper_parallel.fully_shard.param import HSDPParam, ShardedState
+from hyper_parallel.fully_shard.state_dict import get_model_state_dict, set_model_state_dict
 
 __all__ = [
     "HSDPCell",
@@ -19,6 +20,8 @@ __all__ = [
     "ShardedState",
     "UnshardHandle",
     "fully_shard",
+    "get_model_state_dict",
     "hsdp",
     "register_fsdp_forward_method",
+    "set_model_state_dict",
 ]

@@ -487,8 +487,17 @@ class HSDPParam:
             local = take_model_parallel_part(full, self.layout, self.plan.unsharded_placements)
         if self.geometry is not None:
             local = self.geometry.take(local)
-        local = local.to(self.local_tensor.device).clone(memory_format=torch.contiguous_format)
+        local = local.to(self.storage_device).clone(memory_format=torch.contiguous_format)
         return self.to_sharded_dtensor(local)
+
+    @property
+    def storage_device(self) -> torch.device:
+        """Where the slice lives, or will live if it is on the meta device still."""
+        if not self.local_tensor.is_meta:
+            return self.local_tensor.device
+        if self.offload_to_cpu:
+            return torch.device("cpu")
+        return torch.device("cpu") if self.device.type == "meta" else self.device
 
     # Gradients
 

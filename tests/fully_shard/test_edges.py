@@ -211,7 +211,7 @@ def tied(rank: int, world_size: int) -> None:
     model = build(TiedMLP)
     mesh = data_mesh()
     fully_shard(model.first, mesh=mesh)
-    with pytest.raises(PlacementError, match="tied to .*another unit.*into one unit: fully_shard"):
+    with pytest.raises(PlacementError, match=r"tied to .*another unit.*into one unit: fully_shard"):
         fully_shard(model, mesh=mesh)
     with pytest.raises(PlacementError, match="tied to"):
         fully_shard(model.second, mesh=mesh)
