@@ -9,15 +9,16 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_compile import build, convert, loading
+from hp_compile import build, check, convert, loading
 from hp_compile.module import extend_class, is_sharded
 from hp_compile.plan import Plan
 from hp_compile.runtime import Runtime
 from hp_compile.signature import flatten_call
+from hp_compile.state import Home
 from hp_compile.units import resolve_units
 from hyper_parallel.errors import HPCompileError, MeshError, PolicyError
 from hyper_parallel.mesh import MeshLayout
-from hyper_parallel.plan import plan_params
+from hyper_parallel.plan import ParamPlan, plan_params
 from hyper_parallel.policy import Policy
 
 
@@ -48,18 +49,23 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: Policy | None = None) -> n
             f"{type(model).__name__} is already sharded; shard takes a plain model, once. Build a new model to change mesh or "
             "policy"
         )
+    check.check_module(model)
     layout = MeshLayout.from_mesh(mesh, policy.roles)
     plans = plan_params(model, layout, policy)
     units = resolve_units(model, policy.units)
-    device = _device(mesh)
-    convert.check_parameters(model, plans, device)
-    convert.make_groups(mesh, layout, policy, plans)
-    states = convert.convert_parameters(model, mesh, layout, policy, plans, device)
+    home = Home.of(_device(mesh), policy.offload_policy)
+    check.check_parameters(model, plans, home.device)
     original = extend_class(model)
-    model._hp_runtime = Runtime(  # type: ignore[assignment]
-        model, original, mesh, layout, policy, plans, units, states, device
-    )
-    loading.attach(model)
+    try:
+        convert.make_groups(mesh, layout, policy, plans)
+        states = convert.convert_parameters(model, mesh, layout, plans, home)
+    except BaseException:
+        model.__class__ = original
+        raise
+    runtime = Runtime(model, original, mesh, layout, policy, plans, units, states, home.device)
+    model._hp_runtime = runtime  # type: ignore[assignment]
+    loading.attach(model, states)
+    runtime.sync_weights()
     return model
 
 
@@ -90,7 +96,16 @@ def plan(
     policy = _checked(model, mesh, policy)
     layout = MeshLayout.from_mesh(mesh, policy.roles)
     runtime: Runtime | None = getattr(model, "_hp_runtime", None)
-    plans = runtime._current_plans() if runtime else plan_params(model, layout, policy)
+    original = type(model) if runtime is None else runtime.original_class
+    if runtime is not None and (layout, policy) != (runtime.layout, runtime.policy):
+        # Shapes are those of the plain model, so a sharded one can be planned for another mesh too.
+        plans: Mapping[str, ParamPlan] = plan_params(model, layout, policy, mp={})
+        runtime = None
+    elif runtime is not None:
+        plans = runtime.current_plans()
+    else:
+        check.check_module(model)
+        plans = plan_params(model, layout, policy)
     units = resolve_units(model, policy.units)
     if not args and not kwargs:
         return Plan(layout, policy, plans, None, None)
@@ -103,7 +118,7 @@ def plan(
         model,
         signature,
         tensors,
-        original_class=runtime.original_class if runtime else type(model),
+        original_class=original,
         layout=layout,
         policy=policy,
         plans=plans,

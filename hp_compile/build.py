@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,13 +40,6 @@ def reshard_map(policy: Policy, units: Units) -> dict[str, bool | int]:
     if value is None:
         return {unit: unit != ROOT_UNIT for unit in units.order}
     return dict.fromkeys(units.order, value)
-
-
-def with_requires_grad(plan: ParamPlan, requires_grad: bool) -> ParamPlan:
-    """The plan for a parameter that was frozen or unfrozen after ``shard``."""
-    return (
-        plan if plan.requires_grad == requires_grad else replace(plan, requires_grad=requires_grad)
-    )
 
 
 def build_program(

@@ -1,7 +1,13 @@
-"""Loading: a sharded module takes DTensors, full tensors and local shards, each in its place."""
+"""Loading: a sharded module takes DTensors, full tensors and local shards, each in its place.
+
+Two hooks do it. The root's looks at every entry before anything is written and refuses a wrong shape. Then each module
+that owns parameters converts its own entries just before they are copied, so at most one full tensor exists at a time
+beside what the caller holds, and loading into a submodule works too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,57 +15,109 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hp_compile.state import ParamState
+from hyper_parallel.torch_compat.distributed import local_tensor
+from hyper_parallel.torch_compat.eager import register_load_state_dict_pre_hook
 
 
-def attach(model: nn.Module) -> None:
-    """Registers the hook that turns entries of a state dict into what each parameter needs."""
-    model.register_load_state_dict_pre_hook(_prepare)
+def attach(model: nn.Module, states: Mapping[str, ParamState]) -> None:
+    """Registers the hooks of a sharded model.
+
+    Args:
+        model: the model.
+        states: state of every parameter.
+    """
+    by_owner: dict[nn.Module, list[tuple[str, ParamState]]] = {}
+    for state in states.values():
+        for owner, name in state.sites:
+            by_owner.setdefault(owner, []).append((name, state))
+    everywhere = [
+        (prefix + name, state)
+        for path, owner in model.named_modules(remove_duplicate=False)
+        for prefix in [f"{path}." if path else ""]
+        for name, state in by_owner.get(owner, ())
+    ]
+    _attach_check(model, everywhere)
+    for owner, entries in by_owner.items():
+        _attach_conversion(owner, entries)
 
 
-def _prepare(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    runtime: Any = model._hp_runtime
-    first = dict(model.named_parameters(remove_duplicate=False))
-    by_param = {id(state.param): state for state in runtime.states.values()}
-    replaced: dict[str, torch.Tensor] = {}
-    for fqn, param in first.items():
-        value = state_dict.get(prefix + fqn)
-        state = by_param[id(param)]
-        if isinstance(value, torch.Tensor) and not state.plan.ignored:
-            replaced[prefix + fqn] = _entry(fqn, value, state)
-    state_dict.update(replaced)
+def _attach_check(model: nn.Module, entries: Sequence[tuple[str, ParamState]]) -> None:
+    def check(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for fqn, state in entries:
+            value = state_dict.get(prefix + fqn)
+            if isinstance(value, torch.Tensor):
+                check_shape(prefix + fqn, value, state)
+
+    register_load_state_dict_pre_hook(model, check)
 
 
-def _entry(fqn: str, value: torch.Tensor, state: ParamState) -> torch.Tensor:
+def _attach_conversion(owner: nn.Module, entries: Sequence[tuple[str, ParamState]]) -> None:
+    def convert(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, state in entries:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor):
+                check_shape(prefix + name, value, state)
+                state_dict[prefix + name] = to_shard(value, state)
+
+    def tie(*_: Any) -> None:
+        """A load that assigns has made a new parameter: it takes the place under all names."""
+        for name, state in entries:
+            state.register(owner._parameters[name])  # type: ignore[arg-type]
+            state.settle()
+
+    register_load_state_dict_pre_hook(owner, convert)
+    owner.register_load_state_dict_post_hook(tie)
+
+
+def check_shape(key: str, value: torch.Tensor, state: ParamState) -> None:
+    """Checks that an entry of a state dict can be loaded into a parameter.
+
+    Args:
+        key: key in the state dict.
+        value: the entry.
+        state: state of the parameter.
+
+    Raises:
+        ValueError: it has neither the full shape nor, as a plain tensor, the shape of this rank's shard.
+    """
     plan = state.plan
     shape = tuple(value.shape)
-    if isinstance(value, DTensor):
-        if shape != plan.shape:
-            raise _mismatch(fqn, shape, state)
-        if value.device_mesh == state.mesh and tuple(value.placements) != plan.placements:
-            return value.redistribute(placements=plan.placements)
-        if value.device_mesh != state.mesh:
-            return _slice_of(value.full_tensor(), state)
-        return value
-    if shape == plan.shape:
-        return _slice_of(value, state)
-    if shape == plan.shard_shape:
-        return state.to_dtensor(value.to(state.local().device))
-    raise _mismatch(fqn, shape, state)
-
-
-def _slice_of(full: torch.Tensor, state: ParamState) -> torch.Tensor:
-    plan = state.plan
-    if plan.shard_dim is None:
-        local = full
-    else:
-        start = sum(plan.lengths[: plan.shard_index])
-        rows = plan.lengths[plan.shard_index]
-        local = full.narrow(plan.shard_dim, min(start, full.size(plan.shard_dim)), rows)
-    return state.to_dtensor(local.to(state.local().device).contiguous())
-
-
-def _mismatch(fqn: str, shape: tuple[int, ...], state: ParamState) -> ValueError:
-    return ValueError(
-        f"{fqn}: the state dict has shape {list(shape)}; expected the full shape {list(state.plan.shape)} or this rank's "
-        f"shard {list(state.plan.shard_shape)}"
+    one_element = plan.shape == () and shape == (1,)  # nn.Module loads these too
+    if shape == plan.shape or one_element:
+        return
+    if not isinstance(value, DTensor) and not plan.ignored and shape == plan.shard_shape:
+        return
+    local = (
+        ""
+        if plan.ignored
+        else f" or, for a plain tensor, this rank's shard {list(plan.shard_shape)}"
     )
+    raise ValueError(
+        f"{key}: the state dict has shape {list(shape)}; expected the full shape {list(plan.shape)}{local}. Nothing was loaded"
+    )
+
+
+@torch.no_grad()
+def to_shard(value: torch.Tensor, state: ParamState) -> torch.Tensor:
+    """What ``nn.Module`` copies or assigns: the entry in the parameter's placement.
+
+    Collective for a DTensor of another mesh or placement.
+
+    Args:
+        value: entry of a state dict, of a checked shape.
+        state: state of the parameter.
+    """
+    plan = state.plan
+    if isinstance(value, DTensor):
+        same = value.device_mesh == state.mesh and value.placements == plan.placements
+        if same and not plan.ignored:
+            if value.device.type == state.home.storage.type:
+                return value
+            return state.to_dtensor(state.place(local_tensor(value)))
+        value = value.full_tensor()
+    if plan.shape == () and value.dim() == 1:
+        value = value[0]
+    if plan.ignored:
+        return value
+    rows = state.take(value) if tuple(value.shape) == plan.shape else value
+    return state.to_dtensor(state.place(rows))

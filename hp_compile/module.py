@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
+import torch.distributed as dist
 from torch import nn
 
 from hyper_parallel.errors import HPCompileError, PolicyError
+from hyper_parallel.fully_shard import HSDPParam
 
 if TYPE_CHECKING:
     from hp_compile.plan import Plan
@@ -26,14 +29,16 @@ class ShardedModule:
     """Mixin that ``hp_compile.shard`` puts in front of the module's own class.
 
     ``isinstance(model, OriginalClass)`` stays true, FQNs stay, ``parameters()`` are DTensors. Calling the model captures
-    and compiles once for each input signature and mode.
+    and compiles once for each input signature and mode. The model is one unit of its methods: ``recurse`` arguments are
+    there for loops written for ``HSDPModule`` and PyTorch's ``FSDPModule``, and change nothing.
     """
 
     _hp_runtime: Runtime
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's original forward as a sharded program."""
-        return self._hp_runtime.call(args, kwargs)
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Builds the original class: a container makes new ones when it is sliced."""
+        original = next(c for c in cls.__mro__ if not issubclass(c, ShardedModule))
+        return original(*args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan of one call of the model, as the current flags run it.
@@ -47,32 +52,83 @@ class ShardedModule:
         runtime = self._hp_runtime
         return plan(self, runtime.mesh, runtime.policy, args=args, kwargs=kwargs)  # type: ignore[arg-type]
 
+    def hsdp_params(self) -> list[HSDPParam]:
+        """The parameters of the model as ``HSDPParam`` objects, in registration order; ignored ones left out.
+
+        They show what the model holds: shards, groups, sizes. A gather through one of them does not change the model.
+        """
+        return self._hp_runtime.hsdp_params()
+
     # -------------------------------------------------------------- gradient synchronisation
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether backward reduces gradients; ``False`` accumulates them unsharded and leaves ``.grad`` alone."""
+        """Whether backward reduces gradients; ``False`` accumulates them unsharded and leaves ``.grad`` alone.
+
+        Args:
+            requires_gradient_sync: the new value, until it is set again.
+            recurse: no effect.
+
+        Raises:
+            PolicyError: not a bool.
+        """
         self._hp_runtime.flags.gradient_sync = _flag(
             "requires_gradient_sync", requires_gradient_sync
         )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward all-reduces over replicas; ``False`` accumulates reduce-scattered shards."""
+        """Whether backward all-reduces over replicas; ``False`` accumulates reduce-scattered shards.
+
+        Args:
+            requires_all_reduce: the new value, until it is set again.
+            recurse: no effect.
+
+        Raises:
+            PolicyError: not a bool.
+        """
         self._hp_runtime.flags.all_reduce = _flag("requires_all_reduce", requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of the step, after which kept weights are freed."""
+        """Whether the next backward is the last of the step, after which kept weights are freed.
+
+        Args:
+            is_last_backward: the new value, until it is set again.
+
+        Raises:
+            PolicyError: not a bool.
+        """
         self._hp_runtime.flags.last_backward = _flag("is_last_backward", is_last_backward)
 
-    def set_reduce_op_type(self, reduce_op: str) -> None:
-        """``"avg"`` or ``"sum"`` over the batch dims."""
-        if reduce_op not in ("avg", "sum"):
-            raise PolicyError(f"set_reduce_op_type: expected 'avg' or 'sum', got {reduce_op!r}")
-        self._hp_runtime.flags.reduce_op = reduce_op
+    def set_reduce_op_type(self, reduce_op_type: Any, *, recurse: bool = True) -> None:
+        """How gradients are combined over the batch dims.
+
+        Args:
+            reduce_op_type: ``"avg"`` or ``"sum"``, or ``ReduceOp.AVG`` or ``ReduceOp.SUM``.
+            recurse: no effect.
+
+        Raises:
+            PolicyError: another value.
+        """
+        value = reduce_op_type.lower() if isinstance(reduce_op_type, str) else reduce_op_type
+        if value in ("avg", "sum"):
+            self._hp_runtime.flags.reduce_op = value
+        elif value in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            self._hp_runtime.flags.reduce_op = "avg" if value == dist.ReduceOp.AVG else "sum"
+        else:
+            raise PolicyError(
+                f"set_reduce_op_type: expected 'avg' or 'sum', got {reduce_op_type!r}"
+            )
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divides summed gradients by ``factor`` instead of the number of data-parallel ranks."""
+        """Divides summed gradients by ``factor`` instead of the number of data-parallel ranks.
+
+        Args:
+            factor: the divisor, above 0.
+
+        Raises:
+            PolicyError: not such a number.
+        """
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
             raise PolicyError(
                 f"set_gradient_divide_factor: expected a number above 0, got {factor!r}"
@@ -82,7 +138,15 @@ class ShardedModule:
     # -------------------------------------------------------------- lifetime of gathered weights
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether weights are gathered again for backward; the next call uses (or captures) that program."""
+        """Whether weights are gathered again for backward; the next call uses (or captures) that program.
+
+        Args:
+            reshard_after_forward: the new value, for all units.
+            recurse: no effect.
+
+        Raises:
+            PolicyError: not a bool.
+        """
         value = _flag("reshard_after_forward", reshard_after_forward)
         flags = self._hp_runtime.flags
         flags.reshard = dict.fromkeys(flags.reshard, value)
@@ -90,7 +154,15 @@ class ShardedModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """``False`` keeps weights gathered between micro-batches until the last backward."""
+        """``False`` keeps weights gathered between micro-batches until the last backward.
+
+        Args:
+            reshard_after_backward: the new value, until it is set again.
+            recurse: no effect.
+
+        Raises:
+            PolicyError: not a bool.
+        """
         self._hp_runtime.flags.reshard_after_backward = _flag(
             "reshard_after_backward", reshard_after_backward
         )
@@ -109,18 +181,32 @@ class ShardedModule:
         """Frees the weights that ``unshard`` gathered."""
         self._hp_runtime.reshard()
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Accepted for compatibility: the order of gathers is fixed when the program is compiled (see ``passes.overlap``)."""
+    def set_modules_to_forward_prefetch(self, modules: Iterable[nn.Module]) -> None:
+        """Accepted for compatibility: the order of gathers is fixed when the program is compiled (see ``passes.overlap``).
+
+        Args:
+            modules: submodules of this model.
+
+        Raises:
+            PolicyError: one is not.
+        """
         self._check_modules(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Accepted for compatibility: the order of gathers is fixed when the program is compiled (see ``passes.overlap``)."""
+    def set_modules_to_backward_prefetch(self, modules: Iterable[nn.Module]) -> None:
+        """Accepted for compatibility: the order of gathers is fixed when the program is compiled (see ``passes.overlap``).
+
+        Args:
+            modules: submodules of this model.
+
+        Raises:
+            PolicyError: one is not.
+        """
         self._check_modules(modules)
 
     set_forward_prefetch_cells = set_modules_to_forward_prefetch
     set_backward_prefetch_cells = set_modules_to_backward_prefetch
 
-    def _check_modules(self, modules: Sequence[nn.Module]) -> None:
+    def _check_modules(self, modules: Iterable[nn.Module]) -> None:
         own = {id(m) for m in self.modules()}  # type: ignore[attr-defined]
         for module in modules:
             if id(module) not in own:
@@ -130,19 +216,25 @@ class ShardedModule:
 
     # -------------------------------------------------------------- nn.Module behaviour
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """``to``, ``to_empty`` and friends; tied parameters stay tied and padding is made again."""
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``to``, ``to_empty`` and friends; tied parameters stay tied and shards get their padding back."""
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         self._hp_runtime.after_apply()
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise HPCompileError(
             f"{type(self).__name__} cannot be deep-copied: its parameters live on process groups. Copy the model before "
             "shard, or build a second one and load this one's state_dict"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __copy__(self) -> NoReturn:
+        raise HPCompileError(
+            f"{type(self).__name__} cannot be copied: two models would share one runtime. Copy the model before shard, or "
+            "build a second one and load this one's state_dict"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise HPCompileError(
             f"{type(self).__name__} cannot be pickled: its parameters live on process groups. Save state_dict() with "
             "torch.distributed.checkpoint instead"
@@ -155,13 +247,50 @@ def _flag(name: str, value: object) -> bool:
     return value
 
 
+class _Forward:
+    """``forward`` of a sharded class: runs the program, looks like the original.
+
+    A data descriptor, so that it comes before a ``forward`` that somebody assigned to the instance; capture sees that one.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        @functools.wraps(original, updated=())
+        def forward(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+            return self._hp_runtime.call(args, kwargs)
+
+        self._function = forward
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        return self._function if module is None else types.MethodType(self._function, module)
+
+    def __set__(self, module: Any, value: object) -> NoReturn:
+        raise HPCompileError(
+            f"{type(module).__name__}.forward cannot be replaced after shard: its programs are captured from the original; "
+            "assign it before shard"
+        )
+
+
 def extend_class(module: nn.Module) -> type:
-    """Gives ``module`` a class that is both its own and :class:`ShardedModule`; returns its own."""
+    """Gives ``module`` a class that is both its own and :class:`ShardedModule`; returns its own.
+
+    Raises:
+        HPCompileError: the class of the module cannot be extended.
+    """
     original = type(module)
-    module.__class__ = type(f"Sharded{original.__name__}", (ShardedModule, original), {})
+    try:
+        module.__class__ = type(
+            f"Sharded{original.__name__}",
+            (ShardedModule, original),
+            {"forward": _Forward(original.forward), "__module__": original.__module__},
+        )
+    except TypeError as error:
+        raise HPCompileError(
+            f"the class {original.__name__} cannot be extended by ShardedModule: {error}; pass a module of a plain class, for "
+            "example one that holds this one and calls it"
+        ) from error
     return original
 
 
-def is_sharded(module: torch.nn.Module) -> bool:
+def is_sharded(module: object) -> bool:
     """True for a module that ``shard`` returned."""
     return isinstance(module, ShardedModule)

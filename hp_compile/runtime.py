@@ -15,12 +15,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_compile import build, reduction
+from hp_compile.convert import sync_replicas
 from hp_compile.program import Program
 from hp_compile.signature import Signature, flatten_call
 from hp_compile.state import ParamState
 from hp_compile.units import Units
+from hp_compile.watch import Change, ModelWatch
+from hyper_parallel.fully_shard import HSDPParam
 from hyper_parallel.mesh import MeshLayout
-from hyper_parallel.plan import ParamPlan
+from hyper_parallel.plan import ParamPlan, replan_param
 from hyper_parallel.policy import Policy
 from passes.base import (
     BufferInput,
@@ -99,9 +102,11 @@ class Runtime:
         self.unsharded: dict[str, torch.Tensor] | None = None
         self._versions: tuple[int, ...] = ()
         self.checked = False
-        self.tied = _tied(module, states)
         self.reductions: dict[Any, Any] = {}
         self.index = next(_COUNTER)
+        self.weights_synced = not policy.sync_weights
+        self._watch = ModelWatch(module, layout, states)
+        self._hsdp_params: dict[str, HSDPParam] = {}
 
     # -------------------------------------------------------------- choosing a program
 
@@ -113,19 +118,21 @@ class Runtime:
         program = self.program(signature, tensors)
         if not self.checked:
             self._compare_ranks(program)
+        if not self.weights_synced:
+            self.sync_weights()
         return self._run(program, tensors)
 
     def program(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Program:
         """The program for a call, captured now if there is none that accepts its sizes."""
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        trainable = tuple(s.param.requires_grad for s in self.states.values())
+        trainable = self._take_over_changes()
         grad = grad and (any(trainable) or any(t.requires_grad for t in tensors))
         key = (
             signature,
             grad,
             autocast_state(self.device),
             trainable if grad else (),
-            tuple(m.training for m in self.module.modules()),
+            tuple(m.training for m in self._watch.modules),
             tuple(self.flags.reshard.items()),
             self.unsharded is None,
         )
@@ -161,7 +168,7 @@ class Runtime:
             original_class=self.original_class,
             layout=self.layout,
             policy=self.policy,
-            plans=self._current_plans(),
+            plans=self.plans,
             units=self.units,
             reshard=self.flags.reshard,
             device=self.device,
@@ -170,17 +177,65 @@ class Runtime:
             gathered=self.unsharded is None,
         )
 
-    def _current_plans(self) -> Mapping[str, ParamPlan]:
+    # -------------------------------------------------------------- changes from outside
+
+    def _take_over_changes(self) -> tuple[bool, ...]:
+        """Follows what happened to the model since the last call; returns which parameters are trained.
+
+        Raises:
+            PlacementError: a program cannot run on what the model holds now.
+        """
+        change = self._watch.look()
+        if change:
+            self.plans = {fqn: state.plan for fqn, state in self.states.items()}
+        if change is Change.PROGRAMS:
+            self.programs.clear()
+            self.reductions.clear()
+            self.reshard()
+        return self._watch.trainable
+
+    def current_plans(self) -> Mapping[str, ParamPlan]:
+        """Plans of the parameters as they are now, frozen, unfrozen or cast."""
         return {
-            fqn: build.with_requires_grad(plan, self.states[fqn].param.requires_grad)
-            for fqn, plan in self.plans.items()
+            fqn: replan_param(
+                state.plan,
+                self.layout,
+                requires_grad=state.param.requires_grad,
+                dtype=state.param.dtype,
+            )
+            for fqn, state in self.states.items()
         }
 
     def after_apply(self) -> None:
-        """Ties what was tied before ``to`` or ``to_empty`` made new parameters; padding is made again when needed."""
-        for alias, first in self.tied.items():
-            path, _, name = alias.rpartition(".")
-            self.module.get_submodule(path)._parameters[name] = self.states[first].param
+        """Makes one parameter of what ``to`` or ``to_empty`` may have untied, and gives shards their padding back."""
+        for state in self.states.values():
+            state.register(state.param)
+            state.settle()
+
+    def sync_weights(self) -> None:
+        """Broadcasts shards over the replicas, once, as soon as all of them have values."""
+        if self.weights_synced or any(s.param.is_meta for s in self.states.values()):
+            return
+        sync_replicas(self.mesh, self.layout, self.states)
+        self.weights_synced = True
+
+    def hsdp_params(self) -> list[HSDPParam]:
+        """The parameters as ``HSDPParam`` objects; the same object as long as the model holds the same parameter."""
+        for fqn, state in self.states.items():
+            known = self._hsdp_params.get(fqn)
+            if state.plan.ignored or (known is not None and known.sharded_param is state.param):
+                continue
+            self._hsdp_params[fqn] = HSDPParam(
+                state.param,
+                state.plan,
+                self.mesh,
+                self.layout,
+                self.policy.mp_policy,
+                offload_policy=self.policy.offload_policy,
+                device=self.device,
+                already_sharded=True,
+            )
+        return [self._hsdp_params[fqn] for fqn in self.states if fqn in self._hsdp_params]
 
     # -------------------------------------------------------------- weights held between micro-batches
 
@@ -296,12 +351,6 @@ class Runtime:
         return grads, input_grads
 
 
-def _tied(module: nn.Module, states: Mapping[str, ParamState]) -> dict[str, str]:
-    first = {id(state.param): fqn for fqn, state in states.items()}
-    names = module.named_parameters(remove_duplicate=False)
-    return {fqn: first[id(p)] for fqn, p in names if first[id(p)] != fqn}
-
-
 def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
     """What ``torch.autocast`` is set to: a program is captured with its casts, so it selects the program."""
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
@@ -351,14 +400,8 @@ class _Call(torch.autograd.Function):
         grads, input_grads = runtime._backward(ctx.program, saved, tangents)
         by_input = [input_grads.get(i) for i in range(ctx.num_inputs)]
         by_param = [
-            _wrap(state, grads.get(fqn))
+            state.to_grad(grads[fqn]) if fqn in grads else None
             for fqn, state in runtime.states.items()
             if state.param.requires_grad
         ]
         return (None, None, None, *by_input, *by_param)
-
-
-def _wrap(state: ParamState, grad: torch.Tensor | None) -> torch.Tensor | None:
-    if grad is None or state.plan.ignored:
-        return grad
-    return state.to_dtensor(state.unpad(grad))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -40,7 +40,14 @@ from hyper_parallel.placement import (
 )
 from hyper_parallel.policy import Policy
 
-__all__ = ["ParamLike", "ParamPlan", "plan_param", "plan_params", "resolve_enable_param_shard"]
+__all__ = [
+    "ParamLike",
+    "ParamPlan",
+    "plan_param",
+    "plan_params",
+    "replan_param",
+    "resolve_enable_param_shard",
+]
 
 
 class ParamLike(Protocol):
@@ -91,6 +98,7 @@ class ParamPlan:
         local_shape: The shape that TP and EP leave, before FSDP cuts: the unsharded local shape.
         lengths: Rows per rank of the shard group along ``shard_dim``; empty if that is None.
         shard_index: This rank's place in the shard group.
+        whole: Why FSDP leaves it whole; empty if it cuts it.
     """
 
     fqn: str
@@ -115,6 +123,7 @@ class ParamPlan:
     local_shape: tuple[int, ...] = ()
     lengths: tuple[int, ...] = ()
     shard_index: int = 0
+    whole: str = ""
 
     @property
     def padded_rows(self) -> int:
@@ -234,6 +243,39 @@ def plan_param(
         local_shape=local,
         lengths=() if shard_dim is None else shard_lengths(local[shard_dim], factors),
         shard_index=sharded_ranks.index(layout.rank),
+        whole=whole,
+    )
+
+
+def replan_param(
+    plan: ParamPlan, layout: MeshLayout, *, requires_grad: bool, dtype: torch.dtype
+) -> ParamPlan:
+    """Returns the plan of a parameter that was frozen, unfrozen or cast after it was sharded.
+
+    Args:
+        plan: What :func:`plan_param` said about it.
+        layout: The mesh of the plan.
+        requires_grad: Whether it is trained now.
+        dtype: The dtype in which it is stored now.
+    """
+    if plan.ignored:
+        return replace(plan, requires_grad=requires_grad, dtype=dtype)
+    placed = zip(layout.dim_names, plan.unsharded_placements, strict=True)
+    return replace(
+        plan,
+        requires_grad=requires_grad,
+        dtype=dtype,
+        reduction=_reduction(plan.shard_size, plan.dp_size) if requires_grad else "none",
+        reason=explain_plan(
+            layout,
+            model_parallel={axis: p for axis, p in placed if not p.is_replicate()},
+            shard_axes=plan.shard_axes,
+            replica_axes=plan.replica_axes,
+            sum_axes=plan.sum_axes,
+            shard_dim=plan.shard_dim,
+            whole=plan.whole,
+            requires_grad=requires_grad,
+        ),
     )
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "foreach_copy",
     "foreach_mul",
     "foreach_norm",
+    "gradient_hooks",
     "hide_from_dynamo",
     "in_backward",
     "is_torch_fsdp_module",
@@ -124,6 +125,11 @@ def register_load_state_dict_pre_hook(module: nn.Module, hook: Callable[..., Non
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Returns the hooks of ``register_post_accumulate_grad_hook``, in order."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def gradient_hooks(tensor: Tensor) -> bool:
+    """Tells whether ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on a leaf."""
+    return bool(tensor._backward_hooks) or bool(post_accumulate_grad_hooks(tensor))
 
 
 def ensure_optimizer_step_pre_hook(hook: Callable[..., None]) -> None:

@@ -1,0 +1,152 @@
+"""What can be wrong with a model that is to be sharded, checked before any weight is touched."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from hyper_parallel.errors import HPCompileError, PlacementError
+from hyper_parallel.plan import ParamPlan
+from hyper_parallel.torch_compat.eager import gradient_hooks
+
+
+def check_module(module: nn.Module) -> None:
+    """Checks that the module is a plain one, with parameters that can be cut.
+
+    Args:
+        module: the module.
+
+    Raises:
+        HPCompileError: it is wrapped or compiled already.
+        PlacementError: a parameter is a DTensor, not yet initialised, or not dense.
+    """
+    name = type(module).__name__
+    if isinstance(module, DistributedDataParallel):
+        raise HPCompileError(
+            f"{name} reduces gradients itself; pass the module inside it: hp_compile.shard(model.module, mesh, policy)"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise HPCompileError(
+            f"{name} is a TorchScript module, which cannot be captured; pass the Python module that it was made from"
+        )
+    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        raise HPCompileError(
+            f"{name} is compiled by torch.compile already; pass the plain module, shard compiles it"
+        )
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    params = dict(module.named_parameters())
+    sharded = [f for f, p in params.items() if isinstance(p, DTensor)]
+    if sharded:
+        raise PlacementError(
+            f"{names(sharded)}: already a DTensor. shard takes a plain model and applies FSDP, TP and EP together; "
+            "give the tensor-parallel plan as Policy(tp_plan=...) instead of calling parallelize_module or fully_shard"
+        )
+    lazy = [f for f, t in tensors.items() if is_lazy(t)]
+    if lazy:
+        raise PlacementError(
+            f"{names(lazy)}: not initialised yet (a lazy module); run one forward before shard, so that the shapes are known"
+        )
+    sparse = [f for f, p in params.items() if p.layout != torch.strided]
+    if sparse:
+        raise PlacementError(
+            f"{names(sparse)}: layout {params[sparse[0]].layout}; only dense parameters can be cut. Make it dense, or name "
+            "it in Policy(ignored_params=...)"
+        )
+
+
+def check_parameters(
+    module: nn.Module, plans: Mapping[str, ParamPlan], device: torch.device
+) -> None:
+    """Everything that can be wrong with the tensors of a plain module.
+
+    Args:
+        module: the module.
+        plans: plan of every parameter.
+        device: device of this rank on the mesh.
+
+    Raises:
+        PlacementError: the model is partly on meta, or on another accelerator.
+        HPCompileError: a gradient or a gradient hook is set, or an optimizer holds a parameter.
+    """
+    params = {f: p for f, p in module.named_parameters() if not plans[f].ignored}
+    buffers = dict(module.named_buffers())
+    _check_meta(params, buffers)
+    tensors = {**params, **buffers}
+    foreign = [f for f, t in tensors.items() if not _can_move(t.device, device)]
+    if foreign:
+        raise PlacementError(
+            f"{names(foreign)}: on {tensors[foreign[0]].device}, but this rank's device in the mesh is {device}; move the "
+            f"model to the CPU or to {device} before shard"
+        )
+    graded = [f for f, p in params.items() if p.grad is not None]
+    if graded:
+        raise HPCompileError(
+            f"{names(graded)}: has a gradient, which shard would lose; finish the step, or call "
+            "zero_grad(set_to_none=True), before shard"
+        )
+    hooked = [f for f, p in params.items() if gradient_hooks(p)]
+    if hooked:
+        raise HPCompileError(
+            f"{names(hooked)}: has a gradient hook, which would never run on the sharded parameter; register it after shard"
+        )
+    _check_optimizers(params)
+
+
+def _check_meta(params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+    """All on meta is fine, and so are real buffers beside meta parameters (they need no weights to be computed)."""
+    meta = [f for f, p in params.items() if p.is_meta]
+    real = [f for f, p in params.items() if not p.is_meta]
+    if not real:
+        return
+    meta += [f for f, b in buffers.items() if b.is_meta]
+    if meta:
+        raise PlacementError(
+            f"the model is partly on the meta device: {names(meta)} on meta, but {names(real)} on {params[real[0]].device}; "
+            "build all of it on meta and call to_empty after shard, or build all of it with real weights"
+        )
+
+
+def _can_move(source: torch.device, device: torch.device) -> bool:
+    return source.type in ("cpu", "meta") or source == device
+
+
+def names(fqns: Sequence[str]) -> str:
+    """The first few of many FQNs, for messages.
+
+    Args:
+        fqns: the FQNs.
+    """
+    shown = ", ".join(fqns[:4])
+    return f"{shown}, … ({len(fqns)} in all)" if len(fqns) > 4 else shown
+
+
+def _check_optimizers(params: Mapping[str, nn.Parameter]) -> None:
+    """A DTensor cannot take over the identity of a plain Parameter, so an optimizer from before would train nothing."""
+    if _stale_optimizers(params):
+        gc.collect()  # an optimizer that nobody holds any more may wait for the collector
+    for optimizer, held in _stale_optimizers(params):
+        raise HPCompileError(
+            f"{type(optimizer).__name__} holds {names(held)} from before shard and would go on updating the full tensors "
+            "that the model no longer uses; build the optimizer after shard (its old state can be loaded with "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict)"
+        )
+
+
+def _stale_optimizers(
+    params: Mapping[str, nn.Parameter],
+) -> list[tuple[torch.optim.Optimizer, list[str]]]:
+    by_id = {id(p): fqn for fqn, p in params.items()}
+    found = []
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.optim.Optimizer):
+            groups = getattr(candidate, "param_groups", ())
+            held = [by_id[id(p)] for g in groups for p in g["params"] if id(p) in by_id]
+            if held:
+                found.append((candidate, held))
+    return found
