@@ -111,9 +111,11 @@ def plan(
         return Plan(layout, policy, plans, None, None)
     signature, tensors = flatten_call(tuple(args), dict(kwargs or {}))
     trains = any(p.requires_grad for p in plans.values()) or any(t.requires_grad for t in tensors)
-    if runtime is not None and policy == runtime.policy and mesh == runtime.mesh:
+    if runtime is not None:
         # The model's own program, which its first call then finds instead of capturing again.
-        return Plan(layout, policy, plans, runtime.program(signature, tensors), signature)
+        with torch.inference_mode(False), torch.set_grad_enabled(trains):
+            own = runtime.program(signature, tensors)
+        return Plan(layout, policy, plans, own, signature)
     program = build.build_program(
         model,
         signature,
@@ -123,7 +125,7 @@ def plan(
         policy=policy,
         plans=plans,
         units=units,
-        reshard=runtime.flags.reshard if runtime else build.reshard_map(policy, units),
+        reshard=build.reshard_map(policy, units),
         device=torch.device(mesh.device_type),
         grad=trains,
     )
@@ -159,8 +161,8 @@ def _checked(model: object, mesh: object, policy: object) -> Policy:
     for name in ("tp_plan", "ep_plan"):
         if getattr(policy, name) is not None:
             raise PolicyError(
-                f"Policy.{name}: the tensor- and expert-parallel passes are not part of this version; leave it None (a tp or ep "
-                "dim then holds equal copies), and nothing is silently left out"
+                f"Policy.{name}: the tensor- and expert-parallel passes are not part of this version; leave it None (a tp or "
+                "ep dim then holds equal copies), and nothing is silently left out"
             )
     return policy
 

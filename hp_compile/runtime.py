@@ -23,7 +23,7 @@ from hp_compile.units import Units
 from hp_compile.watch import Change, ModelWatch
 from hyper_parallel.fully_shard import HSDPParam
 from hyper_parallel.mesh import MeshLayout
-from hyper_parallel.plan import ParamPlan, replan_param
+from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
 from passes.base import (
     BufferInput,
@@ -46,6 +46,9 @@ log = logging.getLogger("hp_compile")
 MAX_PROGRAMS = 8
 
 _COUNTER = itertools.count()
+
+#: Stands for a tensor among saved values; sizes and ``None`` (an LSTM saves some) are kept as they are.
+_TENSOR = object()
 
 
 @dataclass
@@ -112,6 +115,7 @@ class Runtime:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the user's forward as a program."""
+        self._prepare()
         self._keep_or_drop_weights()
         signature, tensors = flatten_call(args, kwargs)
         tensors = [t if t.device == self.device else t.to(self.device) for t in tensors]
@@ -125,7 +129,7 @@ class Runtime:
     def program(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Program:
         """The program for a call, captured now if there is none that accepts its sizes."""
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        trainable = self._take_over_changes()
+        trainable = self._watch.trainable
         grad = grad and (any(trainable) or any(t.requires_grad for t in tensors))
         key = (
             signature,
@@ -179,11 +183,11 @@ class Runtime:
 
     # -------------------------------------------------------------- changes from outside
 
-    def _take_over_changes(self) -> tuple[bool, ...]:
-        """Follows what happened to the model since the last call; returns which parameters are trained.
+    def current_plans(self) -> Mapping[str, ParamPlan]:
+        """Plans of the parameters as they are now: what happened to the model since the last call is taken over.
 
         Raises:
-            PlacementError: a program cannot run on what the model holds now.
+            PlacementError: parameters were added, removed or replaced.
         """
         change = self._watch.look()
         if change:
@@ -192,19 +196,13 @@ class Runtime:
             self.programs.clear()
             self.reductions.clear()
             self.reshard()
-        return self._watch.trainable
+        return self.plans
 
-    def current_plans(self) -> Mapping[str, ParamPlan]:
-        """Plans of the parameters as they are now, frozen, unfrozen or cast."""
-        return {
-            fqn: replan_param(
-                state.plan,
-                self.layout,
-                requires_grad=state.param.requires_grad,
-                dtype=state.param.dtype,
-            )
-            for fqn, state in self.states.items()
-        }
+    def _prepare(self) -> None:
+        """Before anything runs: follows the model, and checks that its weights are there."""
+        self.current_plans()
+        if not self._watch.ready:
+            self._watch.check_ready()
 
     def after_apply(self) -> None:
         """Makes one parameter of what ``to`` or ``to_empty`` may have untied, and gives shards their padding back."""
@@ -241,6 +239,7 @@ class Runtime:
 
     def unshard(self) -> None:
         """Gathers every parameter and keeps it until ``reshard`` or the last backward of the step."""
+        self._prepare()
         if self.unsharded is None:
             self.unsharded = build.gather_program(self)()
             self._versions = self._shard_versions()
@@ -383,7 +382,7 @@ class _Call(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         flat, saved = runtime._forward(program, values[:num_inputs])
         ctx.runtime, ctx.program, ctx.num_inputs = runtime, program, num_inputs
-        ctx.symbols = [None if isinstance(v, torch.Tensor) else v for v in saved]
+        ctx.saved = [_TENSOR if isinstance(v, torch.Tensor) else v for v in saved]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
         fixed = program.differentiable
         ctx.mark_non_differentiable(
@@ -396,7 +395,7 @@ class _Call(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         runtime: Runtime = ctx.runtime
         tensors = iter(ctx.saved_tensors)
-        saved = [next(tensors) if s is None else s for s in ctx.symbols]
+        saved = [next(tensors) if s is _TENSOR else s for s in ctx.saved]
         grads, input_grads = runtime._backward(ctx.program, saved, tangents)
         by_input = [input_grads.get(i) for i in range(ctx.num_inputs)]
         by_param = [

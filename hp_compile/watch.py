@@ -38,6 +38,7 @@ class ModelWatch:
     Attributes:
         modules: all modules, as they were at the last call.
         trainable: for every parameter, whether it was trained then.
+        ready: ``check_ready`` has passed since the last change.
     """
 
     def __init__(
@@ -49,12 +50,13 @@ class ModelWatch:
         self.modules = tuple(module.modules())
         self._facts: list[Any] = []
         self.trainable: tuple[bool, ...] = ()
+        self.ready = False
 
     def look(self) -> Change | None:
         """Looks at the parameters and modules; ``None`` when programs and plans are as they should be.
 
         Raises:
-            PlacementError: parameters are on meta or on a wrong device, or some were added, removed or replaced.
+            PlacementError: parameters were added, removed or replaced.
         """
         modules = tuple(self._module.modules())
         params = [state.param for state in self._states.values()]
@@ -66,7 +68,7 @@ class ModelWatch:
         else:
             change = Change.PROGRAMS
         self._check_names()
-        self._check_devices()
+        self.ready = False
         for state, param in zip(self._states.values(), params, strict=True):
             if param.dtype != state.plan.dtype:
                 change = Change.PROGRAMS
@@ -89,7 +91,12 @@ class ModelWatch:
         for state in self._states.values():
             state.local()
 
-    def _check_devices(self) -> None:
+    def check_ready(self) -> None:
+        """Checks that programs can run on what the model holds; planning needs less.
+
+        Raises:
+            PlacementError: a tensor is on meta, or a shard is not where shards of this model live.
+        """
         states = self._states.values()
         meta = [s.plan.fqn for s in states if s.param.is_meta]
         meta += [name for name, buffer in self._module.named_buffers() if buffer.is_meta]
@@ -106,6 +113,7 @@ class ModelWatch:
                 f"{moved[0].home.storage}; move the model back, or use Policy(offload_policy=CPUOffloadPolicy()) to keep "
                 "shards on the CPU"
             )
+        self.ready = True
 
 
 def _same(a: object, b: object) -> bool:
