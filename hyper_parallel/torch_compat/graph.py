@@ -12,9 +12,6 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as checkpointing
 from torch import fx, nn
-from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -91,6 +88,10 @@ def joint_trace(
     Returns:
         ``(graph module, AOTAutograd's view and mutation metadata)``.
     """
+    # Imported here because they import Inductor, which takes seconds and sets an environment variable.
+    from torch._functorch import config as functorch_config
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing_context(mode))
         stack.enter_context(preserve_node_meta())
@@ -105,6 +106,8 @@ def min_cut_partition(
     gm: fx.GraphModule, *, num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Torch's min-cut partitioner on a joint graph whose inputs are named ``primals_*`` and ``tangents_*``."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     return min_cut_rematerialization_partition(gm, None, num_fwd_outputs=num_fwd_outputs)
 
 
