@@ -9,6 +9,7 @@
 """
 
 from hyper_parallel.fully_shard.api import fully_shard, hsdp, register_fsdp_forward_method
+from hyper_parallel.fully_shard.by_policy import fully_shard_by_policy
 from hyper_parallel.fully_shard.module import HSDPCell, HSDPModule, UnshardHandle
 from hyper_parallel.fully_shard.param import HSDPParam, ShardedState
 from hyper_parallel.fully_shard.state_dict import get_model_state_dict, set_model_state_dict
@@ -20,6 +21,7 @@ __all__ = [
     "ShardedState",
     "UnshardHandle",
     "fully_shard",
+    "fully_shard_by_policy",
     "get_model_state_dict",
     "hsdp",
     "register_fsdp_forward_method",

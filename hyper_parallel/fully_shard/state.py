@@ -64,6 +64,7 @@ class UnitState:
         reduce_options: How its gradients are reduced.
         reduce_grads: Whether a backward reduces gradients or accumulates them.
         reshard_after_backward: Whether a backward frees the full parameters.
+        keep_until_last_backward: Whether only the last backward of a step frees them (ZeRO-2).
         unshard_in_backward: Whether backward needs the parameters at all.
         unshard_async_op: Gather on the current stream, for explicit prefetching only.
     """
@@ -93,6 +94,7 @@ class UnitState:
         self.reduce_options = ReduceOptions()
         self.reduce_grads = True
         self.reshard_after_backward = True
+        self.keep_until_last_backward = False
         self.unshard_in_backward = True
         self.unshard_async_op = False
         self.all_gather_comm = AllGather()
@@ -254,14 +256,12 @@ class UnitState:
         for param in self.params:
             param.accumulate_unsharded_grad_if_needed()
         if not self.reduce_grads:
-            if self.reshard_after_backward:
-                self.reshard()
+            self._reshard_after_backward()
             for param in self.params:
                 param.to_accumulated_grad_if_needed()
             return
         grads = {id(param): param.take_gradient() for param in self.params}
-        if self.reshard_after_backward:
-            self.reshard()
+        self._reshard_after_backward()
         self.context.advance_reductions()
         for bucket in self._reduce_buckets():
             found = [grads.pop(id(param)) for param in bucket.params]
@@ -272,6 +272,11 @@ class UnitState:
                 reduction = PendingReduction(bucket, options, self.context.streams)
                 self.context.add_reduction(reduction)
                 reduction.start(found)
+
+    def _reshard_after_backward(self) -> None:
+        keeps = self.keep_until_last_backward and not self.context.is_last_backward
+        if self.reshard_after_backward and not keeps:
+            self.reshard()
 
     def _reduce_buckets(self) -> list[ReduceBucket]:
         key = tuple((p.sharded_param.requires_grad, p.reduce_dtype) for p in self.params)
