@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hyper_parallel.placement import format_placements
 from hyper_parallel.plan import ParamPlan
+from hyper_parallel.policy import Policy
 
 if TYPE_CHECKING:
     from hp_compile.plan import Plan
@@ -27,12 +28,26 @@ def dump(plan: Plan) -> str:
 
 def _header(plan: Plan) -> list[str]:
     layout = plan.layout
-    changed = [f"{k}={v}" for k, v in plan.policy.program_key() if v is not None]
     return [
         f"plan {plan.fingerprint}",
         f"mesh {layout.describe()}   roles {layout.roles}   seen from rank {layout.rank}",
-        f"policy {', '.join(changed)}",
+        f"policy {_policy(plan.policy)}",
     ]
+
+
+def _policy(policy: Policy) -> str:
+    """The fields that change the program and are not the defaults."""
+    default = Policy().program_key()
+    changed = [a for a, b in zip(policy.program_key(), default, strict=True) if a != b]
+    return ", ".join(f"{name}={_field(value)}" for name, value in changed) or "(defaults)"
+
+
+def _field(value: object) -> str:
+    """A field of a policy; of a precision policy, the dtypes that are set."""
+    if isinstance(value, tuple) and all(isinstance(v, tuple) and len(v) == 2 for v in value):
+        pairs = [f"{name}={_field(v)}" for name, v in value if v is not None]
+        return "(" + ", ".join(pairs) + ")"
+    return _dtype(value)
 
 
 def _parameters(plan: Plan) -> list[str]:

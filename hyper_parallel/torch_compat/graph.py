@@ -99,7 +99,14 @@ def joint_trace(
         joint = aot_export_joint_with_descriptors(
             stack, module, tuple(args), decompositions=dict(decompositions)
         )
-        return joint.graph_module, joint._aot_state.fw_metadata
+        # Programs take flat lists. The container specs of the trace would only be copied with every graph, and copying
+        # one warns.
+        gm = joint.graph_module
+        gm.graph.set_codegen(fx.graph.CodeGen())
+        for spec in ("_in_spec", "_out_spec"):
+            vars(gm).pop(spec, None)
+        gm.recompile()
+        return gm, joint._aot_state.fw_metadata
 
 
 def min_cut_partition(
