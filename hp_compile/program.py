@@ -19,7 +19,7 @@ from hp_compile.capture import Captured
 from hp_compile.lower import Lowered, lower
 from hp_compile.signature import Signature
 from hyper_parallel.policy import Policy
-from passes.base import TangentInput, UserInput, UserOutput, inputs
+from passes.base import OutputRole, TangentInput, UserInput, UserOutput, inputs, outputs
 
 
 @dataclass(frozen=True)
@@ -130,3 +130,20 @@ class Program:
         assert source is not None
         tangents = inputs(source, TangentInput)
         return frozenset(r.of.index for _, r in tangents if isinstance(r.of, UserOutput))
+
+    @cached_property
+    def outputs_behind(self) -> Mapping[OutputRole, frozenset[OutputRole]]:
+        """For every gradient, the forward outputs that it comes from; all of them for one that is constant."""
+        source = self._halves[1]
+        assert source is not None
+        behind: dict[fx.Node, frozenset[OutputRole]] = {}
+        tangents = {node: role.of for node, role in inputs(source, TangentInput)}
+        for node in source.graph.nodes:
+            own = frozenset({tangents[node]}) if node in tangents else frozenset()
+            behind[node] = own.union(*(behind[n] for n in node.all_input_nodes))
+        everything: frozenset[OutputRole] = frozenset(tangents.values())
+        gradients: list[tuple[int, fx.Node | None, OutputRole]] = list(outputs(source))
+        return {
+            role: everything if node is None else behind[node] or everything
+            for _, node, role in gradients
+        }

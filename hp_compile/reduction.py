@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hp_compile.build import reduction_program
 from hp_compile.program import Reduction
 
 if TYPE_CHECKING:
@@ -74,12 +75,12 @@ def finish(
 
 
 def _accumulate(runtime: Runtime, grads: Mapping[str, torch.Tensor], slot: str) -> None:
-    """Adds out of place: a gradient may be the caller's own tangent, or serve two parameters."""
+    """Adds in place: programs return gradients in memory of their own."""
     for fqn, grad in grads.items():
         state = runtime.states[fqn]
         if not state.plan.ignored:
             held = getattr(state, slot)
-            setattr(state, slot, grad if held is None else held + grad)
+            setattr(state, slot, grad if held is None else held.add_(grad))
 
 
 def _take(runtime: Runtime, slot: str) -> dict[str, torch.Tensor]:
@@ -95,8 +96,6 @@ def _take(runtime: Runtime, slot: str) -> dict[str, torch.Tensor]:
 def _run(
     runtime: Runtime, grads: Mapping[str, torch.Tensor], variant: str, choice: Choice
 ) -> dict[str, torch.Tensor]:
-    from hp_compile.build import reduction_program
-
     dtypes = tuple((fqn, grad.dtype) for fqn, grad in grads.items())
     program = reduction_program(runtime, dtypes, replace(choice.run, variant=variant))
     return dict(zip(grads, program(list(grads.values())), strict=True))

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from hyper_parallel.fully_shard import HSDPParam
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
+from hyper_parallel.torch_compat.distributed import versions
 from passes.base import (
     BufferInput,
     BufferUpdate,
@@ -62,6 +63,14 @@ class Flags:
     reshard: dict[str, bool | int] = field(default_factory=dict)
     reduce_op: str = "avg"
     divide_factor: float | None = None
+
+
+class _Like(NamedTuple):
+    """What a missing tangent needs to become zeros."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Runtime:
@@ -103,7 +112,7 @@ class Runtime:
         self.flags = Flags(reshard=build.reshard_map(policy, units), reduce_op=policy.reduce_op)
         self.programs: dict[Any, list[Program]] = {}
         self.unsharded: dict[str, torch.Tensor] | None = None
-        self._versions: tuple[int, ...] = ()
+        self._versions: tuple[tuple[int, int], ...] = ()
         self.checked = False
         self.reductions: dict[Any, Any] = {}
         self.index = next(_COUNTER)
@@ -196,6 +205,8 @@ class Runtime:
             self.programs.clear()
             self.reductions.clear()
             self.reshard()
+            for state in self.states.values():
+                state.exact = None  # it holds autograd's node for the old dtype
         return self.plans
 
     def _prepare(self) -> None:
@@ -256,8 +267,8 @@ class Runtime:
         if torch.is_grad_enabled() and keeps and not flags.last_backward:
             self.unshard()
 
-    def _shard_versions(self) -> tuple[int, ...]:
-        return tuple(state.local()._version for state in self.states.values())
+    def _shard_versions(self) -> tuple[tuple[int, int], ...]:
+        return tuple(versions(s.param) for s in self.states.values() if not s.plan.ignored)
 
     def _compare_ranks(self, program: Program) -> None:
         from hp_compile.agree import compare_ranks
@@ -294,16 +305,22 @@ class Runtime:
             results = program.run_forward(values)
         outputs: dict[int, torch.Tensor] = {}
         saved: list[Any] = []
+        updates: list[tuple[torch.Tensor, torch.Tensor]] = []
         for value, role in zip(results, output_node(program.forward).meta["roles"], strict=True):
             if isinstance(role, UserOutput):
                 outputs[role.index] = value
             elif isinstance(role, BufferUpdate):
-                buffers[role.fqn].copy_(value)
+                updates.append((buffers[role.fqn], value))
             elif isinstance(role, InputUpdate):
-                tensors[role.index].copy_(value)
+                updates.append((tensors[role.index], value))
             elif isinstance(role, SavedOutput):
                 saved.append(value)
-        return [outputs[i] for i in sorted(outputs)], saved
+        for target, value in updates:
+            # backward was traced for the value before the update
+            saved = [v.clone() if _same_memory(v, target) else v for v in saved]
+            target.copy_(value)
+        flat = [outputs[i] for i in sorted(outputs)]
+        return flat, [_alias_of_output(v, flat) for v in saved]
 
     def _weight(self, fqn: str) -> torch.Tensor:
         if self.unsharded is not None and fqn in self.unsharded:
@@ -320,9 +337,18 @@ class Runtime:
         return found
 
     def _backward(
-        self, program: Program, saved: Sequence[Any], tangents: Sequence[torch.Tensor | None]
+        self,
+        program: Program,
+        saved: Sequence[Any],
+        tangents: Sequence[torch.Tensor | None],
+        outputs: Sequence[_Like],
     ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
-        """Runs backward; returns reduced gradients by FQN (those handed to autograd) and input gradients."""
+        """Runs backward; returns reduced gradients by FQN (those handed to autograd) and input gradients.
+
+        An output that is not part of the loss has no tangent. It counts as zero, and what depends on such outputs only
+        gets no gradient, as in eager PyTorch.
+        """
+        given = {UserOutput(i) for i, tangent in enumerate(tangents) if tangent is not None}
         choice = reduction.choose(self)
         gm = program.backward(choice.run)
         values: list[Any] = []
@@ -331,13 +357,18 @@ class Runtime:
             if isinstance(role, SavedInput):
                 values.append(saved[role.index])
             else:
-                values.append(_match_layout(tangents[role.of.index], node.meta["val"]))
+                traced = node.meta["val"]
+                tangent = tangents[role.of.index] if role.of in given else None
+                if tangent is None:
+                    like = outputs[role.of.index] if isinstance(role.of, UserOutput) else traced
+                    tangent = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+                values.append(_match_layout(tangent, traced))
         with without_autocast(self.device):
             results = program.run_backward(choice.run, values)
         grads: dict[str, torch.Tensor] = {}
         input_grads: dict[int, torch.Tensor] = {}
         for value, role in zip(results, output_node(gm).meta["roles"], strict=True):
-            if value is None:
+            if value is None or not program.outputs_behind[role] & given:
                 continue
             if isinstance(role, ParamGrad):
                 grads[role.fqn] = value
@@ -362,9 +393,22 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
     return contextlib.nullcontext()
 
 
-def _match_layout(tangent: torch.Tensor | None, traced: torch.Tensor) -> torch.Tensor:
+def _same_memory(value: object, other: torch.Tensor) -> bool:
+    if not isinstance(value, torch.Tensor) or value.numel() == 0:
+        return False
+    return value.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _alias_of_output(value: Any, flat: Sequence[torch.Tensor]) -> Any:
+    """A saved value that is also an output becomes a view of it: autograd then sees when the caller changes it in place."""
+    for output in flat:
+        if _same_memory(value, output):
+            return output.detach().as_strided(value.size(), value.stride(), value.storage_offset())
+    return value
+
+
+def _match_layout(tangent: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
     """The tangent in the strides that backward was traced for."""
-    assert tangent is not None
     if traced.is_contiguous():
         return tangent.contiguous()
     strides = traced.stride()
@@ -381,7 +425,9 @@ class _Call(torch.autograd.Function):
         ctx: Any, runtime: Runtime, program: Program, num_inputs: int, *values: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         flat, saved = runtime._forward(program, values[:num_inputs])
+        ctx.set_materialize_grads(False)
         ctx.runtime, ctx.program, ctx.num_inputs = runtime, program, num_inputs
+        ctx.outputs = [_Like(v.shape, v.dtype, v.device) for v in flat]
         ctx.saved = [_TENSOR if isinstance(v, torch.Tensor) else v for v in saved]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
         fixed = program.differentiable
@@ -396,7 +442,7 @@ class _Call(torch.autograd.Function):
         runtime: Runtime = ctx.runtime
         tensors = iter(ctx.saved_tensors)
         saved = [next(tensors) if s is _TENSOR else s for s in ctx.saved]
-        grads, input_grads = runtime._backward(ctx.program, saved, tangents)
+        grads, input_grads = runtime._backward(ctx.program, saved, tangents, ctx.outputs)
         by_input = [input_grads.get(i) for i in range(ctx.num_inputs)]
         by_param = [
             state.to_grad(grads[fqn]) if fqn in grads else None

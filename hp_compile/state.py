@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from hp_compile.exact import ExactGrad
 from hyper_parallel.errors import PlacementError
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.placement import take_model_parallel_part, take_shard
@@ -84,6 +85,7 @@ class ParamState:
         home: where shards live.
         unsharded_grad: gradients of micro-batches without synchronisation, full local shape, in reduce dtype.
         partial_grad: reduce-scattered gradients whose all-reduce is deferred, padded shard shape, in reduce dtype.
+        exact: keeps the sum of micro-batches when gradients are reduced in a wider dtype than they are stored in.
     """
 
     plan: ParamPlan
@@ -93,7 +95,7 @@ class ParamState:
     home: Home
     unsharded_grad: torch.Tensor | None = None
     partial_grad: torch.Tensor | None = None
-    exact_grad: torch.Tensor | None = field(default=None, repr=False)
+    exact: ExactGrad | None = field(default=None, repr=False)
     _checked: nn.Parameter | None = field(default=None, repr=False)
 
     # -------------------------------------------------------------- what the module holds
@@ -245,7 +247,11 @@ class ParamState:
         local = self.unpad(shard)
         if self.home.offload and local.device != CPU:
             local = local.to(CPU)
-        return self.to_dtensor(local)
+        if local.dtype == self.plan.dtype:
+            return self.to_dtensor(local)
+        if self.exact is None:
+            self.exact = ExactGrad(self)
+        return self.exact.hand_out(local)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,6 +15,9 @@ exactly once. Only the output edge is rewired; other users of a gradient node se
 
 Sums are plain sums followed by one scale: that is right on every backend (gloo has no AVG), and bitwise what FSDP2's
 AVG gives on gloo. Reducing in fp16 divides before and after, by factors whose product is the whole, against overflow.
+A gradient that is reduced in a wider dtype than it is stored in leaves in that dtype: the runtime adds micro-batches up
+before it rounds. Every gradient leaves in contiguous memory of its own: a gradient node may serve two parameters, or be
+the caller's own tangent.
 """
 
 from __future__ import annotations
@@ -31,8 +34,11 @@ from hyper_parallel.plan import ParamPlan
 from passes.base import (
     REDUCE,
     SCATTER,
+    VIEWS,
     WAIT,
     Comm,
+    GradInput,
+    OutputRole,
     ParamGrad,
     ProgramInfo,
     aten,
@@ -40,6 +46,7 @@ from passes.base import (
     emit,
     finish,
     info,
+    output_node,
     outputs,
     set_output,
 )
@@ -59,12 +66,12 @@ def scale_for(
     """Divisors for one parameter.
 
     Args:
-        plan: its plan; ``rank_size`` is the size of its data-parallel domain.
+        plan: its plan; ``batch_ranks`` is the number of ranks whose data the mean is over.
         reduce_op: ``"avg"`` or ``"sum"``.
-        divide_factor: replaces ``rank_size`` when given.
+        divide_factor: replaces ``batch_ranks`` when given.
         dtype: dtype of the reduction.
     """
-    whole = divide_factor if divide_factor is not None else float(plan.rank_size)
+    whole = divide_factor if divide_factor is not None else float(plan.batch_ranks)
     if reduce_op == "sum" and divide_factor is None:
         whole = 1.0
     if dtype is not torch.float16 or whole == 1.0:
@@ -89,7 +96,7 @@ def reduce_grads(
         gm: program with ``ParamGrad`` outputs; changed in place and returned.
         reduce_dtype: dtype on the wire; ``None`` keeps the gradient's own.
         reduce_op: ``"avg"`` (mean over the batch dims) or ``"sum"``.
-        divide_factor: divides the sum by this instead of the number of data-parallel ranks.
+        divide_factor: divides the sum by this instead of the number of ranks with different data.
         variant: ``"sync"``: everything. ``"scatter"``: reduce-scatter only, unscaled, in ``reduce_dtype`` (the
             all-reduce is deferred). ``"none"``: cast to ``reduce_dtype`` only (accumulated unsharded).
             ``"replicate"``: inputs are results of ``"scatter"``; the all-reduce and the scale.
@@ -107,6 +114,7 @@ def reduce_grads(
         _reduce_one(
             gm, position, node, plan, program, reduce_dtype, reduce_op, divide_factor, variant
         )
+    _own_gradients(gm)
     return finish(
         gm, "reduce_grads", reduced=variant, reduce_op=reduce_op, divide_factor=divide_factor
     )
@@ -156,9 +164,50 @@ def _reduce_one(
             value = add(WAIT, add(REDUCE, value, "sum", group, comm=comm))
         if scale.post != 1.0:
             value = add(aten.div.Tensor, value, scale.post)
-        if value.meta["val"].dtype != plan.dtype:
+        if value.meta["val"].dtype != plan.dtype and not is_wider(wire, plan.dtype):
             value = add(convert, value, plan.dtype)
     set_output(gm, position, value)
+
+
+def is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether ``dtype`` holds every value of ``other``, and more."""
+    return dtype != other and torch.promote_types(dtype, other) == dtype
+
+
+def _own_gradients(gm: fx.GraphModule) -> None:
+    """Copies gradients that share memory with an input or another output, or are not contiguous."""
+    everything: list[tuple[int, fx.Node | None, OutputRole]] = list(outputs(gm))
+    taken = {
+        _owner(node)
+        for _, node, role in everything
+        if node is not None and not isinstance(role, ParamGrad)
+    }
+    with gm.graph.inserting_before(output_node(gm)):
+        for position, node, _ in list(outputs(gm, ParamGrad)):
+            if node is None:
+                continue
+            owner = _owner(node)
+            given_up = isinstance(owner.meta.get("role"), GradInput)
+            shared = owner in taken or (owner.op == "placeholder" and not given_up)
+            taken.add(owner)
+            if shared or not node.meta["val"].is_contiguous():
+                copied = emit(
+                    gm.graph, aten.clone.default, node, memory_format=torch.contiguous_format
+                )
+                set_output(gm, position, copied)
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """The node whose memory ``node`` shows."""
+    while node.op == "call_function" and _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    aliases = schema is not None and any(r.alias_info is not None for r in schema.returns)
+    return bool(node.all_input_nodes) and (aliases or node.target in VIEWS)
 
 
 def pack(add: Callable[..., fx.Node], grad: fx.Node, plan: ParamPlan) -> fx.Node:

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-import hyper_parallel.ops  # registers shard_slice
+import hyper_parallel.ops  # noqa: F401  registers shard_slice
 from hyper_parallel.groups import inner_group_name
 from hyper_parallel.plan import ParamPlan
 from passes.base import (

@@ -8,6 +8,7 @@ other data for any other. Cases travel to worker processes by name.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +118,34 @@ class UnevenMLP(nn.Module):
         for layer in self.layers[:-1]:
             x = torch.tanh(layer(x))
         return self.layers[-1](x)
+
+
+class TinyBlock(nn.Module):
+    """x + down(tanh(up(x)))."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class TinyBlocks(nn.Module):
+    """The shape of a transformer (entry, repeated blocks, head) at the least cost; every dim is even over 4 ranks."""
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.enter = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(TinyBlock(dim) for _ in range(2))
+        self.leave = nn.Linear(dim, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
 
 
 class BatchNormNet(nn.Module):
@@ -317,6 +346,12 @@ CASES: dict[str, ModelCase] = {
         _lm("lm_tied", tied=True),
         _lm("lm_dropout", dropout=0.2),
         _lm("lm_checkpoint", checkpoint=True),
+        ModelCase(
+            name="tiny",
+            factory=TinyBlocks,
+            batch=functools.partial(vector_batch, features=8, outputs=4),
+            units=("blocks.0", "blocks.1"),
+        ),
         ModelCase(name="uneven", factory=UnevenMLP, units=("layers.0", "layers.1")),
         ModelCase(name="batch_norm", factory=BatchNormNet, per_rank_statistics=True),
         ModelCase(name="int_buffers", factory=IntBufferNet),

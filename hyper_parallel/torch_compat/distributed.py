@@ -30,6 +30,7 @@ __all__ = [
     "split_factor_of",
     "strided_shard",
     "unflatten_mesh",
+    "versions",
 ]
 
 
@@ -115,6 +116,11 @@ def flattened_group(mesh: DeviceMesh, axes: Sequence[str]) -> dist.ProcessGroup 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, without autograd and without waiting."""
     return value._local_tensor  # type: ignore[attr-defined,no-any-return]
+
+
+def versions(value: torch.Tensor) -> tuple[int, int]:
+    """Counts of the changes in place of a DTensor: through itself, and through its local tensor."""
+    return value._version, local_tensor(value)._version
 
 
 def default_store() -> dist.Store:
