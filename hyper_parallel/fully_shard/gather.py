@@ -2,11 +2,13 @@
 
 The buffer holds ``[ranks, total]``; a rank's row is the padded slices of all parameters one after
 another. Slices of one dtype lie side by side; slices of several dtypes share one buffer of bytes,
-each aligned to its element size.
+each aligned to its element size. On the CPU a row ends with the name of the unit, hashed, so that
+ranks that gather different units at the same time find out instead of computing with a mixture.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hyper_parallel.errors import UnusedParameterError
 from hyper_parallel.fully_shard.param import HSDPParam, ShardedState
 from hyper_parallel.fully_shard.streams import Streams
 from hyper_parallel.groups import GroupInfo
@@ -27,6 +30,7 @@ from hyper_parallel.torch_compat.eager import (
 __all__ = ["AllGather", "PendingGather", "start_all_gather"]
 
 _ALIGNMENT = 16  # bytes; enough for every dtype
+_LABEL_BYTES = 16
 
 
 class AllGather:
@@ -64,12 +68,55 @@ class _Piece:
         return buffer[:, self.offset : end].view(self.dtype)
 
 
+@dataclass(frozen=True)
+class _Label:
+    """The unit that a rank gathers, at the end of its row; offset in elements of the buffer."""
+
+    unit: str
+    offset: int
+    param: HSDPParam
+
+    @property
+    def _hash(self) -> Tensor:
+        return torch.full((2,), zlib.crc32(self.unit.encode()), dtype=torch.int64)
+
+    def write(self, row: Tensor) -> None:
+        """Puts the label behind the slices of a row."""
+        row[self.offset :].copy_(self._hash.view(row.dtype))
+
+    def describe(self) -> str:
+        """Names the unit and this rank."""
+        return f"{self.unit or '(root)'!r} on rank {self.param.rank}"
+
+    def check(self, buffer: Tensor) -> None:
+        """Compares the labels of all ranks.
+
+        Raises:
+            UnusedParameterError: Some ranks gathered another unit.
+        """
+        found = buffer[:, self.offset :].contiguous().view(torch.int64)
+        other = (found != self._hash).any(dim=1).nonzero().flatten().tolist()
+        if other:
+            ranks = [self.param.gather_ranks[index] for index in other]
+            raise UnusedParameterError(
+                f"unit {self.describe()} was gathered while ranks {ranks} gathered another one; "
+                f"run the same units in the same order on all ranks, or make them one unit and "
+                f"call set_reduce_scatter_unused_params(True)"
+            )
+
+
 class PendingGather:
     """An all-gather that was started; :meth:`finish` puts its results into the parameters."""
 
     def __init__(
-        self, pieces: list[_Piece], buffer: Tensor, work: dist.Work | None, event: Any
+        self,
+        pieces: list[_Piece],
+        buffer: Tensor,
+        work: dist.Work | None,
+        event: Any,
+        label: _Label,
     ) -> None:
+        self._label = label
         self._pieces = pieces
         self._buffer = buffer
         self._work = work
@@ -78,7 +125,7 @@ class PendingGather:
     @torch.no_grad()
     def finish(self, streams: Streams) -> None:
         """Waits, copies out, and makes the unsharded parameters."""
-        self.wait(streams)
+        self._wait_for_same_unit(streams)
         ranks = self._buffer.shape[0]
         by_param: dict[int, list[_Piece]] = {}
         for piece in self._pieces:
@@ -102,6 +149,17 @@ class PendingGather:
             self._work.wait()
         streams.wait(None, self._event)
 
+    def _wait_for_same_unit(self, streams: Streams) -> None:
+        try:
+            self.wait(streams)
+        except RuntimeError as error:
+            raise UnusedParameterError(
+                f"the all-gather of unit {self._label.describe()} failed: {error}. If the ranks do "
+                f"not run the same units in the same order, make them"
+            ) from error
+        if not streams.real:
+            self._label.check(self._buffer)
+
     def _copy_out(self, outputs: list[Tensor], ranks: int) -> None:
         geometries = [
             None if p.param.extension is not None else p.param.gather_geometry for p in self._pieces
@@ -113,7 +171,7 @@ class PendingGather:
             for piece, geometry, output in zip(self._pieces, geometries, outputs, strict=True)
         ):
             torch.split_with_sizes_copy(
-                self._buffer,
+                self._buffer[:, : self._label.offset],
                 [piece.numel for piece in self._pieces],
                 dim=1,
                 out=[output.view(ranks, -1) for output in outputs],
@@ -134,6 +192,7 @@ def start_all_gather(
     streams: Streams,
     comm: AllGather,
     *,
+    unit: str,
     side_streams: bool,
     async_op: bool,
 ) -> PendingGather:
@@ -144,6 +203,7 @@ def start_all_gather(
         info: Their gather group.
         streams: The streams of the model.
         comm: Runs the collective.
+        unit: Name of the unit, the same on all ranks.
         side_streams: Use the copy-in and gather streams rather than the current one.
         async_op: Return before the collective ends (always so on the CPU).
     """
@@ -154,17 +214,21 @@ def start_all_gather(
     ranks, rank = info.rank_size, info.group.rank()
     with streams.use(copy_in):
         inputs = [_inputs(param) for param in params]
-        pieces, total, dtype = _lay_out(params, inputs)
+        pieces, end, dtype = _lay_out(params, inputs)
+        label = _Label(unit, end, params[0])
+        total = end if streams.real else end + _LABEL_BYTES // dtype.itemsize
         flat = comm.allocate((ranks * total,), dtype=dtype, device=params[0].device)
         buffer = flat.view(ranks, total)
         _copy_in(pieces, inputs, buffer[rank : rank + 1])
+        if not streams.real:
+            label.write(buffer[rank])
     streams.follow(gather, copy_in)
     with streams.use(gather):
         work = comm(
             flat, flat[rank * total : (rank + 1) * total], info.group, async_op or not streams.real
         )
         event = streams.event(gather)
-    return PendingGather(pieces, buffer, work, event)
+    return PendingGather(pieces, buffer, work, event, label)
 
 
 def _inputs(param: HSDPParam) -> list[Tensor] | None:

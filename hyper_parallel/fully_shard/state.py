@@ -252,6 +252,8 @@ class UnitState:
 
     def post_backward(self) -> None:
         """Frees the parameters and reduces the gradients; does nothing without any."""
+        if in_backward():  # a chunk whose output has no hook ends here only
+            self.context.queue_final_callback(self.context_end_of_backward)
         self.training_state = TrainingState.POST_BACKWARD
         for param in self.params:
             param.accumulate_unsharded_grad_if_needed()
@@ -348,6 +350,7 @@ class UnitState:
                 members[0].gather_group_info,
                 self.context.streams,
                 self.all_gather_comm,
+                unit=self.name,
                 side_streams=in_step and not async_op,
                 async_op=async_op,
             )
