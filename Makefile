@@ -10,7 +10,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-NPROC := 4
 PACKAGES := hyper_parallel passes hp_compile
 
 # One thread per rank: ranks share the cores, and sums do not depend on the number of cores.
@@ -40,8 +39,8 @@ $(STAMP): pyproject.toml Makefile
 	@touch $@
 
 demo: $(STAMP)  ## capture, plan, prove, compile and train a model on 4 processes
-	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train.py \
-	  --mesh dp_replicate=2,dp_shard=2 --steps 20 --compare --output outputs/demo $(ARGS)
+	$(BIN)/python examples/train.py --mesh dp_replicate=2,dp_shard=2 --dim 128 --layers 2 --steps 40 \
+	  --compare --output outputs/demo --overwrite $(ARGS)
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)

@@ -24,7 +24,7 @@ def save(
         folder: Output folder of the run.
         model: The sharded model; every rank writes its own shards.
         optimizer: Its optimizer.
-        progress: Plain values; `step` among them names the checkpoint.
+        progress: Finished steps as `step`, and `position` in the data.
     """
     path = folder / "checkpoints" / f"step_{progress['step']:06d}"
     weights, moments = get_state_dict(model, optimizer)
@@ -39,11 +39,8 @@ def save(
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Reads a checkpoint into model and optimizer, on any mesh; collective. Returns the progress."""
     weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {
-        "model": weights,
-        "optimizer": moments,
-        "progress": dict.fromkeys(PROGRESS, 0),
-    }
+    progress = {"step": 0, "position": 0}
+    state: dict[str, Any] = {"model": weights, "optimizer": moments, "progress": progress}
     dcp.load(state, checkpoint_id=path)
     set_state_dict(
         model,
@@ -52,9 +49,6 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
         optim_state_dict=state["optimizer"],
     )
     return dict(state["progress"])
-
-
-PROGRESS = ("step", "position", "model", "dim", "layers", "seq_len", "seed")
 
 
 def complete(folder: Path) -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,13 +17,12 @@ def launch(script: str, argv: Sequence[str], processes: int) -> int:
         argv: Its arguments.
         processes: Ranks to start.
     """
-    import os
-
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would say so, at length
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # said below, shorter
     try:
         torchrun(["--standalone", f"--nproc-per-node={processes}", script, *argv])
     except ChildFailedError as error:

@@ -39,6 +39,7 @@ class Options:
     seed: int
     output: Path
     resume: bool
+    overwrite: bool
     checkpoint_every: int
     compare: bool
     device: str
@@ -103,6 +104,8 @@ def parse(argv: Sequence[str] | None = None, *, quiet: bool = False) -> Options:
         parser.error(
             f"--dim {options.dim}: expected a multiple of 32, the size of an attention head"
         )
+    if options.resume and options.overwrite:
+        parser.error("--resume goes on with a run and --overwrite starts anew; give one of them")
     if options.output.exists() and not options.output.is_dir():
         parser.error(f"--output {options.output}: exists and is no directory")
     return options
@@ -154,6 +157,7 @@ def _parser(quiet: bool) -> argparse.ArgumentParser:
     add = parser.add_argument_group("output").add_argument
     add("--output", type=Path, default=Path("outputs/train"), help="folder for everything written")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    add("--overwrite", action="store_true", help="start anew in an --output that holds a run")
     add("--checkpoint-every", type=_at_least(0), default=0, help="steps; 0 saves at the end only")
     add(
         "--compare",

@@ -3,12 +3,13 @@
     python examples/train.py --mesh dp_replicate=2,dp_shard=2 --steps 60 --compare
     torchrun --standalone --nproc-per-node 4 examples/train.py --model hf:llama --zero 2
 
-Prints the plan and its proof, trains with a progress bar, and writes into `--output`: `plan.txt`,
-`metrics.jsonl`, `loss.png` and checkpoints that `--resume` continues from, bit for bit.
+Prints the plan and its proof, trains with a progress bar, and writes into `--output`: `options.json`,
+`plan.txt`, `metrics.jsonl`, `loss.png` and checkpoints that `--resume` continues from, bit for bit.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -69,11 +70,30 @@ def check(options: Options, mesh: tuple[tuple[str, int], ...]) -> None:
             raise UsageError(
                 f"--model {options.model} needs transformers: pip install 'hyper-parallel[hf]'"
             ) from error
-    if options.resume:
-        from checkpoint import complete
+    _check_output(options)
 
-        if not complete(options.output):
-            raise UsageError(f"--resume: no complete checkpoint in {options.output}/checkpoints")
+
+def _check_output(options: Options) -> None:
+    from checkpoint import complete
+
+    saved = complete(options.output)
+    if saved and not options.resume and not options.overwrite and not options.plan_only:
+        raise UsageError(
+            f"--output {options.output} holds a run, up to {saved[-1].name}; --resume goes on with it, "
+            "--overwrite starts anew"
+        )
+    if not options.resume:
+        return
+    if not saved:
+        raise UsageError(f"--resume: no complete checkpoint in {options.output}/checkpoints")
+    written = json.loads((options.output / "options.json").read_text(encoding="utf-8"))
+    for name in ("model", "dim", "layers", "seq_len", "seed"):
+        wanted = getattr(options, name)
+        if written[name] != wanted:
+            raise UsageError(
+                f"--resume: {options.output} was written with --{name.replace('_', '-')} "
+                f"{written[name]}, this run says {wanted}"
+            )
 
 
 def train_rank(options: Options, mesh: tuple[tuple[str, int], ...]) -> int:
@@ -96,10 +116,7 @@ def train_rank(options: Options, mesh: tuple[tuple[str, int], ...]) -> int:
         # A rank that ends makes the collectives of the others fail: only the first cause is news.
         if interrupted or isinstance(error, KeyboardInterrupt):
             if os.environ["RANK"] == "0":
-                print(
-                    "\ntrain.py: interrupted; --resume goes on from the newest checkpoint",
-                    file=sys.stderr,
-                )
+                print(f"\ntrain.py: interrupted; {_left_behind(options)}", file=sys.stderr)
             sys.stderr.flush()
             os._exit(INTERRUPTED)  # no wait for collectives that nobody will join
         if "closed by peer" in str(error).lower() or "connection reset" in str(error).lower():
@@ -109,6 +126,13 @@ def train_rank(options: Options, mesh: tuple[tuple[str, int], ...]) -> int:
             sys.stderr.flush()
             os._exit(1)
         raise
+
+
+def _left_behind(options: Options) -> str:
+    from checkpoint import complete
+
+    saved = complete(options.output)
+    return f"--resume goes on from {saved[-1]}" if saved else "no checkpoint was written yet"
 
 
 if __name__ == "__main__":

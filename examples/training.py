@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
 from typing import Any
 
@@ -58,6 +60,8 @@ class Run:
         options = self.options
         if self.rank == 0:
             options.output.mkdir(parents=True, exist_ok=True)
+            if not options.plan_only:
+                self._start_output()
         self._headline()
         self._plan()
         if options.plan_only:
@@ -70,6 +74,13 @@ class Run:
         return self._finish() if self.rank == 0 else 0
 
     # ------------------------------------------------------------------ before the first step
+
+    def _start_output(self) -> None:
+        options = self.options
+        if options.overwrite:
+            shutil.rmtree(options.output / "checkpoints", ignore_errors=True)
+        text = json.dumps(options.as_json(), indent=1)
+        (options.output / "options.json").write_text(text + "\n", encoding="utf-8")
 
     def _headline(self) -> None:
         options = self.options
@@ -122,15 +133,6 @@ class Run:
     def _resume(self) -> int:
         path = checkpoint.complete(self.options.output)[-1]
         progress = checkpoint.load(path, self.model, self.optimizer)
-        for name in ("model", "dim", "layers", "seq_len", "seed"):
-            wanted = getattr(self.options, name)
-            if progress[name] != wanted:
-                raise SystemExit(
-                    f"train.py: error: {path} was written with --{name.replace('_', '-')} {progress[name]}, "
-                    f"this run says {wanted}"
-                    if self.rank == 0
-                    else 2
-                )
         self.batches.position = progress["position"]
         self.console.print(f"resumed from {path}: step {progress['step']}", highlight=False)
         return int(progress["step"])
@@ -192,15 +194,7 @@ class Run:
 
     def _save(self, step: int) -> None:
         options = self.options
-        progress = {
-            "step": step,
-            "position": self.batches.position,
-            "model": options.model,
-            "dim": options.dim,
-            "layers": options.layers,
-            "seq_len": options.seq_len,
-            "seed": options.seed,
-        }
+        progress = {"step": step, "position": self.batches.position}
         path = checkpoint.save(options.output, self.model, self.optimizer, progress)
         if not options.checkpoint_every or step == options.steps:
             self.console.print(f"saved {path}", highlight=False)

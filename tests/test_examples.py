@@ -1,0 +1,181 @@
+"""The main job, run as users run it: as a script that starts its own ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "--dim",
+    "32",
+    "--layers",
+    "1",
+    "--seq-len",
+    "16",
+    "--batch-size",
+    "2",
+    "--backend",
+    "aot_eager",
+)
+
+
+def start(*flags: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "examples" / "train.py"), *flags],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def train(*flags: str, cwd: Path, code: int = 0, **environment: str) -> tuple[str, str]:
+    process = start(*flags, cwd=cwd, **environment)
+    output, errors = process.communicate(timeout=800)
+    assert process.returncode == code, output + errors
+    return output, errors
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        (["--mesh", "dp_shard"], {}, "--mesh: expected name=size"),
+        (["--mesh", "dp_shard=2,dp_shard=2"], {}, "named twice"),
+        (["--mesh", "dp_shard=0"], {}, "--mesh: expected name=size"),
+        (["--mesh", "dp_shard=2", "--dp-replicate-size", "2"], {}, "give one of them"),
+        (["--mesh", "dp_replicate=2,dp_shard=2", "--nproc", "3"], {}, "has 4 ranks, but 3"),
+        (["--mesh", "dp_shard=4"], {"WORLD_SIZE": "2", "RANK": "0"}, "--nproc-per-node 4"),
+        (["--dp-replicate-size", "3", "--nproc", "4"], {}, "use one of 1, 2, 4"),
+        (["--dp-replicate-size", "0"], {}, "expected 1 or more, got 0"),
+        (["--mesh", "rows=2,columns=2"], {}, "--mesh: "),
+        (["--mesh", "dp_shard=2,tp=2"], {}, "tp is a tp dim"),
+        (["--steps", "0"], {}, "--steps: expected 1 or more"),
+        (["--lr", "-1"], {}, "--lr: expected a number above 0"),
+        (["--model", "hf:bert"], {}, "--model: invalid choice"),
+        (["--dim", "48"], {}, "multiple of 32"),
+        (["--resume", "--overwrite"], {}, "give one of them"),
+        (["--resume"], {}, "--resume: no complete checkpoint"),
+    ],
+)
+def test_bad_flags_are_one_line_before_anything_starts(
+    flags: list[str], environment: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    output, errors = train(*flags, cwd=tmp_path, code=2, **environment)
+    assert message in errors and "Traceback" not in errors and output == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_ranks_do_not_repeat_an_error(tmp_path: Path) -> None:
+    environment = {"WORLD_SIZE": "2", "RANK": "1"}
+    assert train("--steps", "0", cwd=tmp_path, code=2, **environment) == ("", "")
+    assert train("--mesh", "dp_shard=4", cwd=tmp_path, code=2, **environment) == ("", "")
+
+
+def test_resume_with_another_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step_000002").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step_000002" / ".metadata").touch()
+    written = {"model": "byte", "dim": 32, "layers": 1, "seq_len": 16, "seed": 0}
+    (tmp_path / "run" / "options.json").write_text(json.dumps(written), "utf-8")
+    _, errors = train("--output", "run", *SMALL, cwd=tmp_path, code=2)
+    assert "run holds a run, up to step_000002; --resume goes on" in errors
+    flags = ("--resume", "--output", "run", *SMALL, "--seed", "1")
+    _, errors = train(*flags, cwd=tmp_path, code=2)
+    assert "run was written with --seed 0, this run says 1" in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_resumed_run_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> None:
+    flags = ("--mesh", "dp_replicate=1,dp_shard=2", "--grad-accum", "2", *SMALL)
+    output, _ = train(*flags, "--steps", "6", "--compare", "--output", "whole", cwd=tmp_path)
+    assert "plan " in output and "proved" in output
+    assert "equal: largest relative" in output and "of 6 compared" in output
+    whole = losses(tmp_path / "whole")
+    assert [step for step, _ in whole] == [1, 2, 3, 4, 5, 6]
+    assert whole[-1][1] < whole[0][1]
+
+    train(*flags, "--steps", "4", "--checkpoint-every", "2", "--output", "parts", cwd=tmp_path)
+    kept = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
+    assert kept == ["step_000002", "step_000004"]
+    output, _ = train(*flags, "--steps", "6", "--resume", "--output", "parts", cwd=tmp_path)
+    assert "resumed from parts/checkpoints/step_000004: step 4" in output
+    assert losses(tmp_path / "parts") == whole
+    for name in ("options.json", "plan.txt", "metrics.jsonl", "loss.png"):
+        assert (tmp_path / "parts" / name).stat().st_size > 0
+
+    # The order of the data does not depend on the ranks: 2 ranks x 2 sequences are 1 rank x 4.
+    one = ("--nproc", "1", "--grad-accum", "2", *SMALL, "--batch-size", "4", "--steps", "8")
+    output, _ = train(*one, "--resume", "--compare", "--output", "parts", cwd=tmp_path)
+    assert "equal: largest relative" in output and "of 8 compared" in output
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model", "hf:qwen3", "--zero", "1", "--grad-accum", "2"],
+        ["--model", "hf:gpt2", "--zero", "2", "--grad-accum", "2", "--precision", "bf16"],
+    ],
+    ids=lambda flags: flags[1],
+)
+def test_hugging_face_models_equal_the_unsharded_run(flags: list[str], tmp_path: Path) -> None:
+    output, _ = train(*flags, *SMALL, "--nproc", "2", "--steps", "3", "--compare", cwd=tmp_path)
+    assert "equal: largest relative" in output and "of 3 compared" in output
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_interrupt_and_a_dead_rank_end_the_run(tmp_path: Path) -> None:
+    flags = ("--nproc", "2", *SMALL, "--steps", "100000")
+    for victim in ("all", "one"):
+        process = start(*flags, "--output", victim, cwd=tmp_path)
+        _wait_for(tmp_path / victim / "metrics.jsonl", process)
+        if victim == "all":
+            os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        else:
+            os.kill(_ranks_of(process.pid)[1], signal.SIGKILL)
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode not in (0, None)
+        assert "step" in output
+        expected = (
+            "train.py: interrupted; no checkpoint was written yet"
+            if victim == "all"
+            else "ended first, with SIGKILL"
+        )
+        assert expected in errors, errors
+        assert "Traceback" not in errors, errors
+
+
+def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    for _ in range(3000):
+        if path.is_file() and path.stat().st_size:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    raise AssertionError(f"no {path}")
+
+
+def _ranks_of(launcher: int) -> list[int]:
+    found = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(launcher)],
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    return [int(line.split()[0]) for line in found.stdout.splitlines() if "train.py" in line]
