@@ -27,7 +27,7 @@ class Options:
     layers: int
     mesh: tuple[tuple[str, int], ...] | None
     dp_replicate_size: int | None
-    nproc: int | None
+    ranks: int | None
     steps: int
     batch_size: int
     seq_len: int
@@ -51,8 +51,8 @@ class Options:
 
     def processes(self) -> int:
         """How many ranks to start when torchrun has not started any."""
-        if self.nproc is not None:
-            return self.nproc
+        if self.ranks is not None:
+            return self.ranks
         if self.mesh is not None:
             return math.prod(size for _, size in self.mesh)
         return 1 if self.dp_replicate_size is None else 2 * self.dp_replicate_size
@@ -95,9 +95,9 @@ def parse(argv: Sequence[str] | None = None, *, quiet: bool = False) -> Options:
     options = Options(**values)
     if options.mesh is not None and options.dp_replicate_size is not None:
         parser.error("--mesh and --dp-replicate-size say the same thing; give one of them")
-    if options.nproc is not None and options.mesh is not None:
+    if options.ranks is not None and options.mesh is not None:
         try:
-            options.mesh_dims(options.nproc)
+            options.mesh_dims(options.ranks)
         except UsageError as error:
             parser.error(str(error))
     if options.model == "byte" and options.dim % 32:
@@ -138,7 +138,7 @@ def _parser(quiet: bool) -> argparse.ArgumentParser:
     add = parser.add_argument_group("parallelism").add_argument
     add("--mesh", type=_mesh, default=None, help="mesh dims, e.g. dp_replicate=2,dp_shard=2")
     add("--dp-replicate-size", type=_at_least(1), default=None, help="short form of --mesh")
-    add("--nproc", type=_at_least(1), default=None, help="ranks to start without torchrun")
+    add("--ranks", type=_at_least(1), default=None, help="ranks to start without torchrun")
     add(
         "--zero",
         type=int,

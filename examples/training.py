@@ -35,7 +35,8 @@ class Run:
         self.options = options
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.device = _device(options.device)
-        self.console = Console(quiet=self.rank != 0, soft_wrap=True)
+        self.console = Console(quiet=self.rank != 0)
+        self.console.soft_wrap = not self.console.is_terminal  # long lines stay whole in a log
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, device_id=self.device if backend == "nccl" else None)
         self.mesh = init_device_mesh(

@@ -58,9 +58,9 @@ def losses(folder: Path) -> list[tuple[int, float]]:
         (["--mesh", "dp_shard=2,dp_shard=2"], {}, "named twice"),
         (["--mesh", "dp_shard=0"], {}, "--mesh: expected name=size"),
         (["--mesh", "dp_shard=2", "--dp-replicate-size", "2"], {}, "give one of them"),
-        (["--mesh", "dp_replicate=2,dp_shard=2", "--nproc", "3"], {}, "has 4 ranks, but 3"),
+        (["--mesh", "dp_replicate=2,dp_shard=2", "--ranks", "3"], {}, "has 4 ranks, but 3"),
         (["--mesh", "dp_shard=4"], {"WORLD_SIZE": "2", "RANK": "0"}, "--nproc-per-node 4"),
-        (["--dp-replicate-size", "3", "--nproc", "4"], {}, "use one of 1, 2, 4"),
+        (["--dp-replicate-size", "3", "--ranks", "4"], {}, "use one of 1, 2, 4"),
         (["--dp-replicate-size", "0"], {}, "expected 1 or more, got 0"),
         (["--mesh", "rows=2,columns=2"], {}, "--mesh: "),
         (["--mesh", "dp_shard=2,tp=2"], {}, "tp is a tp dim"),
@@ -119,7 +119,7 @@ def test_resumed_run_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> N
         assert (tmp_path / "parts" / name).stat().st_size > 0
 
     # The order of the data does not depend on the ranks: 2 ranks x 2 sequences are 1 rank x 4.
-    one = ("--nproc", "1", "--grad-accum", "2", *SMALL, "--batch-size", "4", "--steps", "8")
+    one = ("--ranks", "1", "--grad-accum", "2", *SMALL, "--batch-size", "4", "--steps", "8")
     output, _ = train(*one, "--resume", "--compare", "--output", "parts", cwd=tmp_path)
     assert "equal: largest relative" in output and "of 8 compared" in output
 
@@ -135,14 +135,14 @@ def test_resumed_run_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> N
     ids=lambda flags: flags[1],
 )
 def test_hugging_face_models_equal_the_unsharded_run(flags: list[str], tmp_path: Path) -> None:
-    output, _ = train(*flags, *SMALL, "--nproc", "2", "--steps", "3", "--compare", cwd=tmp_path)
+    output, _ = train(*flags, *SMALL, "--ranks", "2", "--steps", "3", "--compare", cwd=tmp_path)
     assert "equal: largest relative" in output and "of 3 compared" in output
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_interrupt_and_a_dead_rank_end_the_run(tmp_path: Path) -> None:
-    flags = ("--nproc", "2", *SMALL, "--steps", "100000")
+    flags = ("--ranks", "2", *SMALL, "--steps", "100000")
     for victim in ("all", "one"):
         process = start(*flags, "--output", victim, cwd=tmp_path)
         _wait_for(tmp_path / victim / "metrics.jsonl", process)
