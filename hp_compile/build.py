@@ -29,6 +29,7 @@ from passes.base import (
     finish,
     set_info,
 )
+from passes.origin import record
 
 if TYPE_CHECKING:
     from hp_compile.runtime import Runtime
@@ -202,7 +203,7 @@ def _bare_program(runtime: Runtime, graph: fx.Graph, stage: str) -> fx.GraphModu
         unit_order=runtime.units.order,
         stage=stage,
     )
-    return finish(set_info(gm, program), "annotate")
+    return record(finish(set_info(gm, program), "annotate"))
 
 
 def _grads_only(

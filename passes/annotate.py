@@ -33,6 +33,8 @@ from passes.base import (
     set_info,
 )
 
+from passes.origin import record
+
 
 def annotate(
     gm: fx.GraphModule,
@@ -78,7 +80,7 @@ def annotate(
         unit_order=unit_order,
         compute_dtypes=dtypes,
     )
-    return finish(set_info(gm, program), "annotate")
+    return record(finish(set_info(gm, program), "annotate"))
 
 
 def _input_role(desc: Any, prefix: str) -> InputRole:

@@ -179,6 +179,24 @@ class ProgramInfo:
             facts={**self.facts, **facts},
         )
 
+    def with_facts(self, **facts: Any) -> ProgramInfo:
+        """Returns a copy that knows further facts."""
+        return replace(self, facts={**self.facts, **facts})
+
+
+class Other:
+    """A reference from one program to another one that a copy of the program shares.
+
+    Args:
+        program: the other program.
+    """
+
+    def __init__(self, program: fx.GraphModule) -> None:
+        self.program = program
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Other:
+        return self
+
 
 def info(gm: fx.GraphModule) -> ProgramInfo:
     """The :class:`ProgramInfo` of a program."""
@@ -343,6 +361,14 @@ def finish(
     gm.graph.lint()
     gm.recompile()
     return set_info(gm, info(gm).mark(name, stage=stage, **facts))
+
+
+def remove_dead(gm: fx.GraphModule) -> None:
+    """Removes nodes that nobody uses, collectives included.
+
+    FX calls a wait impure, so its own dead code elimination keeps a gather that nobody reads, and would run it.
+    """
+    gm.graph.eliminate_dead_code(lambda node: node.is_impure() and node.target is not WAIT)
 
 
 def module_path(node: fx.Node) -> str:

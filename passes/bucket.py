@@ -35,6 +35,7 @@ from passes.base import (
     emit,
     finish,
     info,
+    remove_dead,
 )
 
 _MIB = 1 << 20
@@ -57,7 +58,7 @@ def bucket(gm: fx.GraphModule, *, bucket_mb: float | None = None) -> fx.GraphMod
             if len(members) > 1:
                 _merge(gm, members)
         _stable_topological_sort(gm)
-        gm.graph.eliminate_dead_code()
+        remove_dead(gm)
     return finish(gm, "bucket", bucket_mb=bucket_mb)
 
 

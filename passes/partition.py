@@ -23,6 +23,7 @@ from hyper_parallel.torch_compat import graph as compat
 from passes.base import (
     BufferUpdate,
     InputUpdate,
+    Other,
     OutputRole,
     SavedInput,
     SavedOutput,
@@ -30,6 +31,7 @@ from passes.base import (
     finish,
     info,
     output_node,
+    remove_dead,
     set_info,
 )
 
@@ -62,7 +64,9 @@ def partition(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     output_node(backward).meta["roles"] = tuple(roles[len(forward_roles) :])
     for half, stage in ((forward, "forward"), (backward, "backward")):
         set_info(half, program)
+        remove_dead(half)
         finish(half, "partition", stage=stage)
+    set_info(backward, info(backward).with_facts(forward=Other(forward)))
     return forward, backward
 
 

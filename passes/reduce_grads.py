@@ -116,7 +116,12 @@ def reduce_grads(
         )
     _own_gradients(gm)
     return finish(
-        gm, "reduce_grads", reduced=variant, reduce_op=reduce_op, divide_factor=divide_factor
+        gm,
+        "reduce_grads",
+        reduced=variant,
+        reduce_op=reduce_op,
+        divide_factor=divide_factor,
+        reduce_dtype=reduce_dtype,
     )
 
 

@@ -73,7 +73,7 @@ def unshard(
         unit = program.units[role.fqn]
         if gather:
             _unshard_parameter(gm.graph, node, plan, program, unit, reshard[unit])
-    return finish(gm, "unshard", stage="sharded", gathered=gather)
+    return finish(gm, "unshard", stage="sharded", gathered=gather, reshard=dict(reshard))
 
 
 def _unshard_parameter(

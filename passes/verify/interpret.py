@@ -1,0 +1,518 @@
+"""Abstract interpretation of one program: for every node its digest, its state on every mesh axis, and its elements.
+
+Two kinds of values flow through a program. A *computed* value has a digest (``passes.origin``): it is named by how it is
+computed. A *packed* value is bytes on their way through a collective: shards, buckets, gathered buffers, reduced
+gradients. It has a :class:`Pack` instead, and nothing but data movement may read it. A packed value becomes computed
+when its elements are exactly those of one parameter, in order, in the dtype the model uses: that is what a gather is for.
+
+States per mesh axis, join ``R < S < V``: **R** equal on all ranks, **S** each rank holds its own slice of one tensor,
+**V** each rank holds a term of a sum, or its own data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+import hyper_parallel.ops  # registers shard_slice
+from hyper_parallel.plan import ParamPlan
+from passes.base import (
+    COLLECTIVES,
+    GATHER,
+    REDUCE,
+    SCATTER,
+    VIEWS,
+    WAIT,
+    BufferInput,
+    Comm,
+    GradInput,
+    ParamInput,
+    ProgramInfo,
+    SavedInput,
+    TangentInput,
+    UserInput,
+    aten,
+    convert,
+    info,
+)
+from passes.origin import COPIES, Origin, digest, input_digest, is_random
+from passes.verify.expected import full_parameter
+from passes.verify.movement import MOVES, move, static_shape
+from passes.verify.packing import (
+    Cast,
+    Mismatch,
+    Pack,
+    Scattered,
+    Shard,
+    ShardAt,
+    Slice,
+    Term,
+    Whole,
+    match,
+    whole,
+)
+from passes.verify.report import dtype_name, error, some
+from passes.verify.transfer import Group, gather, group_of, reduce, scatter, slice_of
+
+SHARD_SLICE = torch.ops.hyper_parallel.shard_slice.default
+PACKED_PURPOSES = frozenset({"unshard", "reduce_grad", "replicate_grad"})
+_WEIGHT_COPIES = COPIES | {convert, aten._to_copy.default}
+_ORDER = "RSV"
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is known about one node.
+
+    Attributes:
+        digest: name of a computed value; ``None`` while packed.
+        state: R, S or V on every axis of the interpreter.
+        pack: elements of a packed value, and of a parameter that was gathered.
+        parts: of a split packed value.
+        weight: FQN of the gathered parameter of which this is the whole, a view or a cast.
+        pending: the collective that has not been waited for.
+    """
+
+    digest: str | None
+    state: tuple[str, ...]
+    pack: Pack | None = None
+    parts: tuple[Pack, ...] | None = None
+    weight: str | None = None
+    pending: fx.Node | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether only data movement may read it."""
+        return self.digest is None
+
+
+class Interpreter:
+    """Interprets one program.
+
+    Args:
+        gm: program with roles and an origin.
+        saved: values that the forward program saved, for a backward program.
+
+    Attributes:
+        values: value of every node.
+        axes: mesh dims with more than one rank.
+        carried: for every gather, the parameters whose shards it carries.
+    """
+
+    def __init__(self, gm: fx.GraphModule, saved: Sequence[Value] | None = None) -> None:
+        self.gm = gm
+        self.program: ProgramInfo = info(gm)
+        self.origin: Origin = self.program.facts["origin"]
+        self.saved = saved
+        layout = self.program.layout
+        self.axes = tuple(a for a in layout.dim_names if layout.size(a) > 1)
+        self.values: dict[fx.Node, Value] = {}
+        self.carried: dict[fx.Node, tuple[str, ...]] = {}
+        self._waits: dict[fx.Node, fx.Node] = {}
+        self._by_digest: dict[str, fx.Node] = {}
+        self._packs: dict[str, Any] = {}
+        self._full: dict[str, Pack] = {}
+        self._names = {_param_digest(fqn): fqn for fqn in self.program.params}
+
+    # -------------------------------------------------------------- the walk
+
+    def run(self) -> Interpreter:
+        """Interprets every node.
+
+        Raises:
+            VerificationError: a node does something that no correct program does.
+        """
+        for node in self.gm.graph.nodes:
+            if node.op == "output":
+                self._check_pending(node)
+            else:
+                value = self._value(node)
+                self.values[node] = value
+                if value.digest is not None:
+                    self._by_digest.setdefault(value.digest, node)
+        unwaited = [n for n, v in self.values.items() if v.pending is n and n not in self._waits]
+        if unwaited:
+            raise error(
+                f"{unwaited[0].name}: the collective is never waited for, so its result is never ready",
+                node=unwaited[0],
+                expected="one wait_tensor for every collective",
+                cause="a pass dropped or rewired the wait",
+            )
+        return self
+
+    def _check_pending(self, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if self.values[source].pending is not None:
+                raise error(
+                    f"{node.name}: reads the result of a collective that has not been waited for",
+                    node=source,
+                    found=f"{source.name} goes to {node.name} directly",
+                    expected=f"{node.name} reads wait_tensor({source.name})",
+                    cause="a pass dropped or rewired the wait",
+                )
+
+    def _value(self, node: fx.Node) -> Value:
+        if node.op == "placeholder":
+            return self._input(node)
+        if node.op == "get_attr":
+            return Value(digest(node, self._digest), self._constant("R"))
+        if node.target is WAIT:
+            return self._wait(node)
+        self._check_pending(node)
+        if node.target in COLLECTIVES:
+            return self._collective(node)
+        if node.target is SHARD_SLICE:
+            return self._shard_slice(node)
+        if any(self.values[n].packed for n in node.all_input_nodes):
+            return self._packed(node)
+        return self._computed(node)
+
+    def _digest(self, node: fx.Node) -> str:
+        found = self.values[node].digest
+        assert found is not None
+        return found
+
+    # -------------------------------------------------------------- inputs
+
+    def _constant(self, state: str) -> tuple[str, ...]:
+        return (state,) * len(self.axes)
+
+    def _own(self) -> tuple[str, ...]:
+        """Data of this rank: V on the batch axes, R on the others."""
+        batch = self.program.layout.batch_dims
+        return tuple("V" if axis in batch else "R" for axis in self.axes)
+
+    def _input(self, node: fx.Node) -> Value:
+        role = node.meta.get("role")
+        if isinstance(role, ParamInput):
+            return self._param_input(node, role.fqn)
+        if isinstance(role, SavedInput):
+            if self.saved is None or role.index >= len(self.saved):
+                raise error(
+                    f"{node.name}: backward takes saved value {role.index}, which forward does not save",
+                    node=node,
+                    cause="forward and backward come from different programs",
+                )
+            return replace(self.saved[role.index], pending=None)
+        if isinstance(role, GradInput):
+            plan = self.program.params[role.fqn]
+            state = list(self._own())
+            for index, axis in enumerate(self.axes):
+                if role.partial and axis in plan.shard_axes:
+                    state[index] = "S"
+            return Value(input_digest(role), tuple(state))
+        if isinstance(role, UserInput | TangentInput | BufferInput):
+            return Value(digest(node, self._digest), self._own())
+        raise error(f"{node.name}: this input has no role", node=node, found=str(role))
+
+    def param_state(self, plan: ParamPlan, on_shard: str) -> tuple[str, ...]:
+        """State of a parameter: S where TP or EP cut it, ``on_shard`` where FSDP cuts it, R elsewhere."""
+        names = self.program.layout.dim_names
+        state = []
+        for axis in self.axes:
+            placement = plan.unsharded_placements[names.index(axis)]
+            cut = "R" if type(placement).__name__ == "Replicate" else "S"
+            state.append(on_shard if axis in plan.shard_axes and plan.shard_size > 1 else cut)
+        return tuple(state)
+
+    def _param_input(self, node: fx.Node, fqn: str) -> Value:
+        plan = self.program.params[fqn]
+        value = node.meta["val"]
+        shape, dtype = tuple(value.shape), value.dtype
+        used = self.origin.params.get(fqn, dtype)
+        gathered = self.program.facts.get("gathered")
+        if plan.ignored or gathered is None or (gathered is False and dtype == used):
+            self._check_shape(node, plan, shape, dtype, plan.local_shape, used)
+            full = Value(_param_digest(fqn), self.param_state(plan, "R"), weight=fqn)
+            return replace(full, weight=None) if plan.ignored else full
+        cut = plan.shard_size > 1 and gathered
+        want = plan.padded_shard_shape if cut else plan.local_shape
+        self._check_shape(node, plan, shape, dtype, want, plan.dtype)
+        state = self.param_state(plan, "S" if cut else "R")
+        if cut:
+            return Value(None, state, whole(Shard(fqn), shape))
+        if dtype == used:
+            return Value(_param_digest(fqn), state)
+        return Value(None, state, whole(Whole(fqn), shape))
+
+    def _check_shape(
+        self, node: fx.Node, plan: ParamPlan, shape: Any, dtype: Any, want: Any, want_dtype: Any
+    ) -> None:
+        if shape != tuple(want) or dtype != want_dtype:
+            raise error(
+                f"{plan.fqn}: the program takes the parameter in another shape or dtype than it is stored in",
+                node=node,
+                found=f"{dtype_name(dtype)}{list(shape)}",
+                expected=f"{dtype_name(want_dtype)}{list(want)}",
+                cause="the placeholder was not turned into the padded shard in storage dtype",
+            )
+
+    # -------------------------------------------------------------- computed values
+
+    def _join(self, node: fx.Node) -> tuple[str, ...]:
+        states = [self.values[n].state for n in node.all_input_nodes]
+        if is_random(node):
+            states.append(self._own())
+        if not states:
+            return self._constant("R")
+        return tuple(max(column, key=_ORDER.index) for column in zip(*states, strict=True))
+
+    def _computed(self, node: fx.Node) -> Value:
+        weight = None
+        if len(node.all_input_nodes) == 1 and (
+            node.target in VIEWS or node.target in _WEIGHT_COPIES
+        ):
+            weight = self.values[node.all_input_nodes[0]].weight
+        return Value(digest(node, self._digest), self._join(node), weight=weight)
+
+    def by_digest(self, name: str) -> fx.Node | None:
+        """The first node that holds a computed value."""
+        return self._by_digest.get(name)
+
+    def pack_of(self, node: fx.Node) -> Any:
+        """The elements of a value: of a computed one, down to the operators that do more than move elements."""
+        value = self.values[node]
+        if value.pack is not None:
+            return value.pack
+        if value.parts is not None:
+            return value.parts
+        assert value.digest is not None
+        return self._pack_of_digest(value.digest)
+
+    def _pack_of_digest(self, name: str) -> Any:
+        if name not in self._packs:
+            node = self._by_digest[name]
+            moved = self._moved(node)
+            if moved is None:
+                shape = static_shape(node)
+                if shape is None:
+                    raise ValueError(f"{node.name} has no fixed shape")
+                moved = whole(Term(name), shape)
+            self._packs[name] = moved
+        return self._packs[name]
+
+    def _moved(self, node: fx.Node) -> Any:
+        if node.target not in MOVES or any(static_shape(n) is None for n in _tensors(node)):
+            return None
+        try:
+            return move(node, self.pack_of)
+        except (ValueError, TypeError, IndexError):
+            return None
+
+    # -------------------------------------------------------------- packed values
+
+    def _packed(self, node: fx.Node) -> Value:
+        if node.target not in MOVES:
+            raise self._not_a_weight(node)
+        try:
+            result = move(node, self.pack_of)
+        except (ValueError, TypeError, IndexError) as cause:
+            raise error(
+                f"{node.name}: packing does not add up: {cause}",
+                node=node,
+                cause="a split, reshape or slice around a collective has wrong sizes",
+            ) from cause
+        if not isinstance(result, Pack):
+            return Value(None, self._join(node), parts=tuple(result))
+        return self._settle(node, result, self._join(node))
+
+    def _settle(self, node: fx.Node, pack: Pack, state: tuple[str, ...]) -> Value:
+        """A packed value, or the parameter that it now is."""
+        packed = Value(None, state, pack)
+        sources = pack.sources()
+        if not sources:
+            return packed
+        bottom = bottom_of(next(iter(sources)))
+        if not isinstance(bottom, ShardAt | Whole):
+            return packed
+        plan = self.program.params[bottom.fqn]
+        if pack.shape != plan.local_shape:
+            return packed
+        try:
+            chain = match(pack, self._full_parameter(plan))
+        except Mismatch:
+            return packed
+        used = self.origin.params.get(plan.fqn, plan.dtype)
+        dtypes = [plan.dtype, *(c.dtype if isinstance(c, Cast) else None for c in chain)]
+        if dtypes != ([plan.dtype] if used == plan.dtype else [plan.dtype, used]):
+            return packed
+        state = self.param_state(plan, "R")
+        return Value(_param_digest(plan.fqn), state, pack, weight=plan.fqn)
+
+    def _full_parameter(self, plan: ParamPlan) -> Pack:
+        if plan.fqn not in self._full:
+            cut = plan.shard_size > 1
+            self._full[plan.fqn] = (
+                full_parameter(plan) if cut else whole(Whole(plan.fqn), plan.local_shape)
+            )
+        return self._full[plan.fqn]
+
+    def _not_a_weight(self, node: fx.Node) -> Exception:
+        source = next(n for n in node.all_input_nodes if self.values[n].packed)
+        value = self.values[source]
+        held = value.pack.sources() if value.pack is not None else {}
+        names = list(dict.fromkeys(map(source_name, held)))
+        axis = next((a for a, s in zip(self.axes, value.state, strict=True) if s == "S"), None)
+        return error(
+            f"{some(names) or source.name}: {node.name} computes with a value that is no whole parameter"
+            + (f", on mesh dim {axis!r}" if axis else ""),
+            node=node,
+            found=f"{some(names)} as {list(value.pack.shape) if value.pack is not None else 'parts'}, "
+            f"state {self.state_text(value.state)}",
+            expected="the gathered parameter: every row once, in order, no padding, in the dtype of its use",
+            cause="its all-gather or the removal of padding is missing, or a bucket is taken apart at the wrong place",
+        )
+
+    def state_text(self, state: Sequence[str]) -> str:
+        """``dp_replicate:R dp_shard:V``."""
+        return " ".join(f"{a}:{s}" for a, s in zip(self.axes, state, strict=True)) or "(one rank)"
+
+    # -------------------------------------------------------------- collectives
+
+    def _wait(self, node: fx.Node) -> Value:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        value = self.values[source]
+        if value.pending is not source or source in self._waits:
+            again = source in self._waits
+            raise error(
+                f"{node.name}: waits {'a second time ' if again else ''}for {source.name}"
+                + ("" if again else ", which is no collective"),
+                node=node,
+                expected="one wait_tensor for every collective",
+            )
+        self._waits[source] = node
+        done = replace(value, pending=None)
+        if value.digest is not None:
+            return replace(done, digest=digest(node, self._digest))
+        assert value.pack is not None
+        return self._settle(node, value.pack, value.state)
+
+    def _collective(self, node: fx.Node) -> Value:
+        comm = node.meta.get("comm")
+        if not isinstance(comm, Comm):
+            raise error(
+                f"{node.name}: the collective says nothing about what it is for",
+                node=node,
+                expected="node.meta['comm'] is a Comm",
+                cause="a pass made it without metadata, or dropped it",
+            )
+        group = group_of(node, comm, self.program)
+        source: Any = node.args[0]
+        value = self.values[source]
+        if comm.purpose not in PACKED_PURPOSES:
+            state = self._opaque_state(node, value.state, group)
+            return Value(digest(node, self._digest), state, pending=node)
+        pack = self._input_pack(node, source)
+        if node.target is GATHER:
+            self.carried[node] = tuple(
+                dict.fromkeys(f for s in pack.sources() if (f := shard_fqn(s)) is not None)
+            )
+            pack = gather(node, pack, group, self)
+            state = self._after(value.state, group, "R")
+        elif node.target is SCATTER:
+            pack = scatter(node, pack, group, self)
+            state = self._after(value.state, group, "S")
+        elif node.target is REDUCE:
+            pack = reduce(node, pack, group, self)
+            state = self._after(value.state, group, "R")
+        else:
+            raise error(f"{node.name}: no {comm.purpose} is done by {comm.kind}", node=node)
+        return Value(None, state, pack, pending=node)
+
+    def _input_pack(self, node: fx.Node, source: fx.Node) -> Pack:
+        try:
+            pack = self.pack_of(source)
+        except ValueError as cause:
+            raise error(f"{node.name}: {cause}", node=node) from cause
+        if not isinstance(pack, Pack):
+            raise error(f"{node.name}: communicates a list", node=node)
+        return pack
+
+    def _after(self, state: Sequence[str], group: Group, new: str) -> tuple[str, ...]:
+        inner_only = group.inner > 0
+        return tuple(
+            new if axis in group.axes and not (inner_only and new == "S") else old
+            for axis, old in zip(self.axes, state, strict=True)
+        )
+
+    def _opaque_state(
+        self, node: fx.Node, state: Sequence[str], group: Group
+    ) -> tuple[str, ...]:
+        """A collective of the model's own computation (tp, ep, cp)."""
+        new = {"all_gather": "R", "all_reduce": "R", "reduce_scatter": "S"}.get(group.kind, "V")
+        for axis, old in zip(self.axes, state, strict=True):
+            if axis in group.axes and old == "R" and group.kind in ("all_reduce", "reduce_scatter"):
+                raise error(
+                    f"{node.name}: double reduction on mesh dim {axis!r}",
+                    node=node,
+                    found=f"state R on {axis}: every rank holds the same value",
+                    expected="state V: every rank holds a term of the sum",
+                    cause="the value has been reduced over this dim before",
+                )
+        return self._after(state, group, new)
+
+    def _shard_slice(self, node: fx.Node) -> Value:
+        source: Any = node.args[0]
+        pack = slice_of(node, self._input_pack(node, source), self.program)
+        state = tuple(
+            "S" if axis in self._shard_axes(pack) else old
+            for axis, old in zip(self.axes, self.values[source].state, strict=True)
+        )
+        return Value(None, state, pack)
+
+    def _shard_axes(self, pack: Pack) -> tuple[str, ...]:
+        axes: dict[str, None] = {}
+        for source in pack.sources():
+            if isinstance(source, Slice):
+                for inner in source.whole.sources():
+                    fqn = shard_fqn(inner)
+                    if fqn is not None:
+                        axes.update(dict.fromkeys(self.program.params[fqn].shard_axes))
+        return tuple(axes)
+
+
+def _param_digest(fqn: str) -> str:
+    return input_digest(ParamInput(fqn))
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def bottom_of(source: Any) -> Any:
+    """The source under all casts, scales and all-reduces."""
+    while hasattr(source, "of"):
+        source = source.of
+    return source
+
+
+def shard_fqn(source: Any) -> str | None:
+    """The parameter of a shard, a gathered shard, or a slice of a gathered buffer (its first)."""
+    bottom = bottom_of(source)
+    if isinstance(bottom, Slice):
+        return next((f for s in bottom.whole.sources() if (f := shard_fqn(s))), None)
+    return getattr(bottom, "fqn", None)
+
+
+def source_name(source: Any) -> str:
+    """A source in words."""
+    bottom = bottom_of(source)
+    if isinstance(bottom, Shard):
+        return f"the shard of {bottom.fqn}"
+    if isinstance(bottom, ShardAt):
+        return f"{bottom.fqn} of rank {bottom.index}"
+    if isinstance(bottom, Whole):
+        return f"{bottom.fqn} in storage dtype"
+    if isinstance(bottom, Slice):
+        return f"a slice of {shard_fqn(bottom)}"
+    if isinstance(bottom, Scattered):
+        return f"the result of {bottom.node.name}"
+    return "a computed value"
+
+
+__all__ = ["Interpreter", "Value", "bottom_of", "source_name"]
