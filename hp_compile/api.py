@@ -20,6 +20,7 @@ from hyper_parallel.errors import HPCompileError, MeshError, PolicyError
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan, plan_params
 from hyper_parallel.policy import Policy
+from passes.verify import verify_against
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, policy: Policy | None = None) -> nn.Module:
@@ -142,8 +143,6 @@ def verify(graph_module: fx.GraphModule, plan: Plan) -> None:
     Raises:
         VerificationError: some gradient is not reduced exactly once over every axis, or a collective is wrong.
     """
-    from passes.verify import verify_against
-
     verify_against(graph_module, plan.graphs)
 
 

@@ -133,6 +133,7 @@ def reduction_program(
             *pipeline.schedule_steps(runtime.policy),
         ]
         gm = pipeline.run(gm, steps)
+        pipeline.prove({"reduction": gm})
         cache[key] = lower(gm, backend=runtime.policy.backend, fake_mode=mode)
     return cache[key]
 
@@ -156,6 +157,7 @@ def gather_program(runtime: Runtime) -> Callable[[], dict[str, torch.Tensor]]:
                 *pipeline.schedule_steps(runtime.policy),
             ],
         )
+        pipeline.prove({"forward": gm})
         cache["gather"] = lower(gm, backend=runtime.policy.backend, fake_mode=mode)
 
     def run() -> dict[str, torch.Tensor]:

@@ -3,10 +3,15 @@
 captured --annotate, cleanup--> joint --unshard--> joint --partition--> forward, backward
 forward  --bucket, overlap--> lowered
 backward --reduce_grads, bucket, overlap--> lowered
+
+Every program is proved (``passes.verify``) before it is lowered. The environment variable ``HP_COMPILE_VERIFY`` changes
+that: ``0`` proves nothing, ``1`` (the default) what is lowered, ``each`` also the result of every single pass.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +21,12 @@ from typing import Any
 from torch import fx
 
 import passes
-from hyper_parallel.errors import VerificationError
+from hyper_parallel.errors import PolicyError, VerificationError
 from hyper_parallel.policy import Policy
 from passes.base import info
+from passes.verify import verify_programs, verify_stage
+
+log = logging.getLogger("hp_compile")
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,30 @@ def _timed(step: Step, gm: fx.GraphModule) -> Any:
         report = StepReport(step.name, seconds, len(program.graph.nodes), program)
         for observer in list(_observers):
             observer(report)
+        if verification() == "each":
+            verify_stage(program)
     return result
+
+
+def verification() -> str:
+    """How much is proved: ``"0"``, ``"1"`` or ``"each"`` (see the module's docstring)."""
+    level = os.environ.get("HP_COMPILE_VERIFY", "1")
+    if level not in ("0", "1", "each"):
+        raise PolicyError(f"HP_COMPILE_VERIFY: expected 0, 1 or each, got {level!r}")
+    return level
+
+
+def prove(graphs: Mapping[str, fx.GraphModule]) -> None:
+    """Proves programs that are about to be lowered, unless verification is off.
+
+    Raises:
+        VerificationError: a gradient is not reduced exactly once over every axis, or another rule is broken.
+    """
+    if verification() == "0":
+        return
+    start = time.perf_counter()
+    verify_programs(graphs)
+    log.info("proved %s in %.3f s", " and ".join(graphs), time.perf_counter() - start)
 
 
 def _check_contract(step: Step, gm: fx.GraphModule) -> None:

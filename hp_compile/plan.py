@@ -19,6 +19,7 @@ from hyper_parallel.placement import format_placements
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
 from passes import base
+from passes.verify import verify_programs
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,6 @@ class Plan:
         Raises:
             VerificationError: it is not; the text names parameter, axis, states and nodes.
         """
-        from passes.verify import verify_programs
-
         verify_programs(self.graphs)
 
     def dump(self) -> str:

@@ -98,8 +98,11 @@ class Program:
 
     def _callable(self, key: Any, build: Any) -> Lowered:
         if key not in self._lowered:
+            gm = build()
+            both = {"forward": self.forward, "backward": gm}
+            pipeline.prove(both if isinstance(key, Reduction) else {"forward": gm})
             self._lowered[key] = lower(
-                build(), backend=self.policy.backend, fake_mode=self.captured.fake_mode
+                gm, backend=self.policy.backend, fake_mode=self.captured.fake_mode
             )
             self._accepted.clear()  # code generation may have added guards
         return self._lowered[key]

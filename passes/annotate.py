@@ -32,7 +32,6 @@ from passes.base import (
     output_node,
     set_info,
 )
-
 from passes.origin import record
 
 

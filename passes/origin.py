@@ -81,6 +81,7 @@ def record(gm: fx.GraphModule) -> fx.GraphModule:
         if node.op != "output":
             known[node] = digest(node, known.__getitem__)
     found: dict[OutputRole, str | None] = {}
+    role: Any
     for _, node, role in outputs(gm):
         if not isinstance(role, NoGrad):
             found[role] = None if node is None else known[node]
@@ -124,7 +125,9 @@ def same_as(node: fx.Node) -> fx.Node | None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     old, new = source.meta["val"], node.meta["val"]
-    if old.dim() != new.dim() or any(str(a) != str(b) for a, b in zip(old.shape, new.shape, strict=True)):
+    if old.dim() != new.dim() or any(
+        str(a) != str(b) for a, b in zip(old.shape, new.shape, strict=True)
+    ):
         return None
     if node.target is aten.permute.default:
         axes: Any = node.args[1]
@@ -140,7 +143,7 @@ def is_random(node: fx.Node) -> bool:
         if argument.name in ("dropout_p", "p"):
             given = node.kwargs.get(argument.name, argument.default_value)
             given = node.args[position] if position < len(node.args) else given
-            return given != 0.0
+            return bool(given != 0.0)
     return True
 
 

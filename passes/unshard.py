@@ -44,6 +44,7 @@ from passes.base import (
     info,
     inputs,
     is_backward,
+    remove_dead,
 )
 
 #: Larger than any activation checkpoint region, so a region that uses a weight never forces it to be saved.
@@ -73,6 +74,7 @@ def unshard(
         unit = program.units[role.fqn]
         if gather:
             _unshard_parameter(gm.graph, node, plan, program, unit, reshard[unit])
+    remove_dead(gm)  # a second gather whose value backward does not need
     return finish(gm, "unshard", stage="sharded", gathered=gather, reshard=dict(reshard))
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Models are built from configs; a test that reaches for the network must fail everywhere alike.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Every pass of every test is verified, in this process and in the workers, which inherit it.
+os.environ.setdefault("HP_COMPILE_VERIFY", "each")
 
 import pytest
 import torch

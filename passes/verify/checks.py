@@ -52,6 +52,7 @@ def check_outputs(interpreter: Interpreter) -> None:
     """
     program, origin = interpreter.program, interpreter.origin
     seen: set[str] = set()
+    role: Any
     for position, node, role in outputs(interpreter.gm):
         if isinstance(role, ParamGrad):
             if role.fqn in seen:
@@ -235,7 +236,10 @@ def _scattered(out: Pack) -> tuple[Scattered | None, list[Any]]:
 
 
 def _keys(chain: list[Any]) -> list[Any]:
-    return [(type(s), getattr(s, "dtype", None), getattr(s, "divisor", None), getattr(s, "axes", None)) for s in chain]
+    return [
+        (type(s), getattr(s, "dtype", None), getattr(s, "divisor", None), getattr(s, "axes", None))
+        for s in chain
+    ]
 
 
 def _mismatch(
@@ -248,7 +252,11 @@ def _mismatch(
     def text(source: Any, run: Any) -> str:
         if run is None:
             return "another number of elements"
-        return "padding" if source is None else f"element {run.offset} of {_owner(interpreter, source)}"
+        return (
+            "padding"
+            if source is None
+            else f"element {run.offset} of {_owner(interpreter, source)}"
+        )
 
     return error(
         f"{plan.fqn}: element {wrong.position}{where} of its reduced gradient is another element",
@@ -267,7 +275,9 @@ def _owner(interpreter: Interpreter, source: Any) -> str:
     for role, known in interpreter.origin.outputs.items():
         if isinstance(role, ParamGrad) and known is not None:
             node = interpreter.by_digest(known)
-            if known == digest or (node is not None and bottom in interpreter.pack_of(node).sources()):
+            if known == digest or (
+                node is not None and bottom in interpreter.pack_of(node).sources()
+            ):
                 return f"the gradient of {role.fqn}"
     return source_name(source)
 
@@ -400,9 +410,13 @@ def _check_state(
         raise error(
             f"{plan.fqn}: its gradient has the wrong state on mesh dim {axis!r}",
             node=node,
-            found=f"state {state[axis]}" + (": every rank still holds its own term" if missing else ""),
-            expected=f"state {want}" + (f": after one {how} (plan: {plan.reduction})" if want != "V" else ""),
-            cause=f"the {how} over {axis} is missing" if missing else "a reduction of the wrong kind, or too early",
+            found=f"state {state[axis]}"
+            + (": every rank still holds its own term" if missing else ""),
+            expected=f"state {want}"
+            + (f": after one {how} (plan: {plan.reduction})" if want != "V" else ""),
+            cause=f"the {how} over {axis} is missing"
+            if missing
+            else "a reduction of the wrong kind, or too early",
         )
 
 
@@ -469,4 +483,3 @@ def _check_carried(interpreter: Interpreter) -> None:
                 found=some(carried),
                 expected=some(named),
             )
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from torch.distributed.tensor import Replicate
+
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from passes.verify.packing import Column, Grid, Pack, Run, ShardAt, concat, whole

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import hyper_parallel.ops  # registers shard_slice
+import hyper_parallel.ops  # noqa: F401 -- registers shard_slice
 from hyper_parallel.plan import ParamPlan
 from passes.base import (
     COLLECTIVES,
@@ -440,9 +440,7 @@ class Interpreter:
             for axis, old in zip(self.axes, state, strict=True)
         )
 
-    def _opaque_state(
-        self, node: fx.Node, state: Sequence[str], group: Group
-    ) -> tuple[str, ...]:
+    def _opaque_state(self, node: fx.Node, state: Sequence[str], group: Group) -> tuple[str, ...]:
         """A collective of the model's own computation (tp, ep, cp)."""
         new = {"all_gather": "R", "all_reduce": "R", "reduce_scatter": "S"}.get(group.kind, "V")
         for axis, old in zip(self.axes, state, strict=True):

@@ -283,9 +283,7 @@ class Pack:
             if isinstance(item, Run):
                 items.append(Run(to(item.source), item.offset, item.length))
             else:
-                columns = (
-                    Column(to(c.source), c.offset, c.stride, c.length) for c in item.columns
-                )
+                columns = (Column(to(c.source), c.offset, c.stride, c.length) for c in item.columns)
                 items.append(Grid(item.rows, tuple(columns)))
         return Pack(self.shape, items)
 
@@ -333,7 +331,9 @@ def pad(pack: Pack, pads: Sequence[int]) -> Pack:
         for amount, after in ((pads[2 * position], False), (pads[2 * position + 1], True)):
             if amount < 0:
                 size = pack.shape[dim]
-                pack = pack.slice(dim, 0, size + amount) if after else pack.slice(dim, -amount, size)
+                pack = (
+                    pack.slice(dim, 0, size + amount) if after else pack.slice(dim, -amount, size)
+                )
             elif amount > 0:
                 shape = (*pack.shape[:dim], amount, *pack.shape[dim + 1 :])
                 extra = whole(None, shape)
@@ -350,15 +350,20 @@ def _normal(items: Sequence[Run | Grid]) -> tuple[Run | Grid, ...]:
         if item.size == 0:
             continue
         last = result[-1] if result else None
-        if isinstance(item, Run) and isinstance(last, Run) and last.source == item.source:
-            if item.source is None or last.offset + last.length == item.offset:
-                result[-1] = Run(last.source, last.offset, last.length + item.length)
-                continue
+        if isinstance(item, Run) and isinstance(last, Run) and _follows(last, item):
+            result[-1] = Run(last.source, last.offset, last.length + item.length)
+            continue
         if isinstance(item, Grid) and item.rows == 1:
             result.extend(item.row(0))
         else:
             result.append(item)
     return tuple(result)
+
+
+def _follows(last: Run, item: Run) -> bool:
+    if last.source != item.source:
+        return False
+    return item.source is None or last.offset + last.length == item.offset
 
 
 def _simpler(grid: Grid) -> Run | Grid:
@@ -383,7 +388,7 @@ def _simpler(grid: Grid) -> Run | Grid:
 # ------------------------------------------------------------------ comparison
 
 
-class Mismatch(Exception):  # noqa: N818 -- never leaves the verifier
+class Mismatch(Exception):
     """Two packs differ: at a flat position, with what is there and what should be."""
 
     def __init__(self, position: int, found: Any, expected: Any) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from functools import reduce as fold
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 
 from hyper_parallel.plan import ParamPlan
@@ -83,7 +83,9 @@ def group_of(node: fx.Node, comm: Comm, program: ProgramInfo) -> Group:
             cause="wrong group: a pass changed the arguments or the Comm of a collective, not both",
         )
     size = inner or layout.size(axes)
-    given = node.args[1] if node.target is GATHER else node.args[2] if node.target is SCATTER else size
+    given = (
+        node.args[1] if node.target is GATHER else node.args[2] if node.target is SCATTER else size
+    )
     if given != size:
         raise error(
             f"{node.name}: wrong group size for mesh dims {_axes(axes, inner)}",
@@ -146,7 +148,7 @@ def gather(node: fx.Node, pack: Pack, group: Group, interpreter: Interpreter) ->
         )
     items: list[Any] = []
     for rank in range(group.size):
-        for item in pack.map(lambda s, r=rank: _at(s, r)).items:
+        for item in pack.map(partial(_at, rank)).items:
             items.extend(_expanded(item, rank))
     return Pack((pack.shape[0] * group.size, *pack.shape[1:]), items)
 
@@ -168,14 +170,12 @@ def _bottom(source: Any) -> Any:
     return source
 
 
-def _at(source: Any, rank: int) -> Any:
+def _at(rank: int, source: Any) -> Any:
     """The source as rank ``rank`` holds it."""
     if isinstance(source, Shard):
         return ShardAt(source.fqn, rank)
     if hasattr(source, "of"):
-        from dataclasses import replace
-
-        return replace(source, of=_at(source.of, rank))
+        return replace(source, of=_at(rank, source.of))
     return source
 
 
@@ -274,4 +274,4 @@ def reduce(node: fx.Node, pack: Pack, group: Group, interpreter: Interpreter) ->
     return pack.map(lambda s: Reduced(group.axes, op, s, node))
 
 
-__all__ = ["Group", "gather", "group_of", "parse_group", "reduce", "scatter", "slice_of", "torch"]
+__all__ = ["Group", "gather", "group_of", "parse_group", "reduce", "scatter", "slice_of"]
