@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -278,7 +279,11 @@ def _reduce_frozen(gm: fx.GraphModule, site: Any) -> None:
     comm = Comm("all_reduce", tuple(axes), "replicate_grad", (fqn,))
     with gm.graph.inserting_before(end):
         fresh = emit(
-            gm.graph, aten.new_ones.default, example, list(plan.padded_shard_shape), dtype=plan.dtype
+            gm.graph,
+            aten.new_ones.default,
+            example,
+            list(plan.padded_shard_shape),
+            dtype=plan.dtype,
         )
         group = info(gm).layout.group_name(axes)
         reduced = emit(gm.graph, WAIT, emit(gm.graph, REDUCE, fresh, "sum", group, comm=comm))
@@ -421,7 +426,7 @@ def _siblings(gm: fx.GraphModule) -> Iterator[Any]:
     """Pieces of one bucket that have the same size."""
     for split in _all(gm, aten.split_with_sizes.default, aten.split.Tensor):
         items = [u for u in split.users if u.target is operator.getitem]
-        for a, b in zip(items, items[1:], strict=False):
+        for a, b in itertools.pairwise(items):
             if _alike(a, b):
                 yield (a, b)
 
@@ -459,7 +464,9 @@ def _splits(gm: fx.GraphModule) -> Iterator[Any]:
 def _rotate_sizes(gm: fx.GraphModule, site: Any) -> None:
     """Pieces keep their sizes but start at other places: a split through the middle of a parameter."""
     split, _ = site
-    items = sorted((u for u in split.users if u.target is operator.getitem), key=lambda n: n.args[1])
+    items = sorted(
+        (u for u in split.users if u.target is operator.getitem), key=lambda n: n.args[1]
+    )
     source, sizes, *dim = split.args
     axis = dim[0] if dim else 0
     shifted = [*sizes[-1:], *sizes[:-1]]
@@ -559,7 +566,8 @@ def _full_weights(gm: fx.GraphModule) -> Iterator[Any]:
             shape = tuple(getattr(node.meta.get("val"), "shape", ()))
             if node.target in (aten.slice.Tensor, aten.reshape.default, WAIT):
                 carried = [
-                    p for p in program.params.values()
+                    p
+                    for p in program.params.values()
                     if p.shard_size > 1 and p.local_shape == shape and _reshards(program, p.fqn)
                 ]
                 if carried and any(u.meta.get("nn_module_stack") for u in node.users):

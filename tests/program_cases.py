@@ -202,7 +202,9 @@ def _shards(full: torch.Tensor, plan: ParamPlan, layout: MeshLayout) -> list[tor
     for group in lockstep.group_ranks(layout.group_name(plan.shard_axes), layout):
         start = 0
         for rank, length in zip(group, plan.lengths, strict=True):
-            shard = torch.full(plan.padded_shard_shape, 7.0, dtype=full.dtype)  # padding may hold anything
+            shard = torch.full(
+                plan.padded_shard_shape, 7.0, dtype=full.dtype
+            )  # padding may hold anything
             part = full.narrow(plan.shard_dim, min(start, full.size(plan.shard_dim)), length)
             shard.narrow(plan.shard_dim, 0, length).copy_(part)
             found[rank] = shard
@@ -226,9 +228,7 @@ def simulate(graphs: Mapping[str, fx.GraphModule]) -> Results:
         if isinstance(role, ParamInput):
             full = params[role.fqn].detach().to(node.meta["val"].dtype)
             plan = program.params[role.fqn]
-            feed.append(
-                _shards(full, plan, layout) if setting.gathered else [full.clone()] * world
-            )
+            feed.append(_shards(full, plan, layout) if setting.gathered else [full.clone()] * world)
         elif isinstance(role, BufferInput):
             value = captured.constants.get(role.fqn)
             feed.append([(buffers[role.fqn] if value is None else value).clone()] * world)
@@ -264,8 +264,7 @@ def _simulate_backward(
         if isinstance(role, ParamGrad) and node is not None:
             plan = program.params[role.fqn]
             results[role.fqn] = [
-                _real_rows(value, plan, layout, rank)
-                for rank, value in enumerate(found[position])
+                _real_rows(value, plan, layout, rank) for rank, value in enumerate(found[position])
             ]
     return results
 
@@ -276,9 +275,7 @@ def tangent(like: torch.Tensor, rank: int) -> torch.Tensor:
     return torch.randn(tuple(int(s) for s in like.shape), generator=generator).to(like.dtype)
 
 
-def _real_rows(
-    value: torch.Tensor, plan: ParamPlan, layout: MeshLayout, rank: int
-) -> torch.Tensor:
+def _real_rows(value: torch.Tensor, plan: ParamPlan, layout: MeshLayout, rank: int) -> torch.Tensor:
     if plan.shard_dim is None or tuple(value.shape) != plan.padded_shard_shape:
         return value
     for group in lockstep.group_ranks(layout.group_name(plan.shard_axes), layout):
@@ -301,9 +298,7 @@ def unsharded_gradients(setting: Setting) -> dict[str, torch.Tensor]:
     return total
 
 
-def full_gradient(
-    shards: list[torch.Tensor], plan: ParamPlan, layout: MeshLayout
-) -> torch.Tensor:
+def full_gradient(shards: list[torch.Tensor], plan: ParamPlan, layout: MeshLayout) -> torch.Tensor:
     """The whole gradient from everybody's part, from rank 0's group."""
     if plan.shard_dim is None or plan.shard_size == 1:
         return shards[0]
@@ -315,7 +310,7 @@ def differs(found: Callable[[], Results], wanted: Results) -> str:
     """Why results differ from the correct ones; empty if they do not. A program that cannot run differs."""
     try:
         results = found()
-    except Exception as error:  # noqa: BLE001 -- any failure counts
+    except Exception as error:  # any failure counts
         return f"{type(error).__name__}"
     if results.keys() != wanted.keys():
         return "other outputs"
