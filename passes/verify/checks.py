@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from hyper_parallel.plan import ParamPlan
@@ -329,7 +330,9 @@ def _check_chain(
     wanted = {a: "S" if cut else "V" for a in shard} | {a: "R" if agreed else "V" for a in replica}
     _check_state(plan, node, walk.state, wanted)
     _check_divisor(interpreter, plan, node, walk, wire, variant, partial)
-    final = plan.dtype if agreed else wire
+    # A wider reduction dtype is kept: the runtime adds micro-batches up in it before it rounds.
+    wider = wire != plan.dtype and torch.promote_types(wire, plan.dtype) == wire
+    final = plan.dtype if agreed and not wider else wire
     expected_casts = [d for i, d in enumerate((wire, final)) if d != (start, wire)[i]]
     if walk.casts != expected_casts:
         raise error(
@@ -337,7 +340,7 @@ def _check_chain(
             node=node,
             found=" → ".join(dtype_name(d) for d in (start, *walk.casts)),
             expected=" → ".join(dtype_name(d) for d in (start, *expected_casts)),
-            cause="reductions run in reduce_dtype and the result is stored in the parameter's dtype",
+            cause="reductions run in reduce_dtype; the result has the parameter's dtype, or reduce_dtype where that is wider",
         )
     shape = tuple(interpreter.pack_of(node).shape)
     want = plan.padded_shard_shape if cut and plan.shard_size > 1 else plan.local_shape
