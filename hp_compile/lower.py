@@ -34,7 +34,9 @@ def lower(gm: fx.GraphModule, *, backend: str, fake_mode: Any) -> Lowered:
         A function that takes the list of inputs (and may empty it, to free them early) and returns the outputs.
     """
     if backend == "aot_eager":
-        return _Interpreted(gm)
+        from hyper_parallel.torch_compat import graph
+
+        return graph.boxed_forward(gm)
     from hyper_parallel.torch_compat import inductor
 
     stage = info(gm).stage
@@ -46,15 +48,3 @@ def lower(gm: fx.GraphModule, *, backend: str, fake_mode: Any) -> Lowered:
         is_backward=stage == "backward",
         is_inference=stage not in ("forward", "backward"),
     )
-
-
-class _Interpreted:
-    """Runs the graph's generated Python with PyTorch's eager kernels; values die at their last use."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self._forward = gm.forward
-
-    def __call__(self, values: list[Any]) -> Sequence[Any]:
-        args = tuple(values)
-        values.clear()
-        return self._forward(*args)  # type: ignore[no-any-return]

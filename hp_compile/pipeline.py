@@ -44,12 +44,31 @@ class Step:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did."""
+    """What one step did; a step that returns two programs gives two reports with half the time each."""
 
     name: str
     seconds: float
     nodes: int
     program: fx.GraphModule
+
+
+@dataclass
+class PassRow:
+    """What one pass cost, over all its runs.
+
+    Attributes:
+        name: the pass.
+        stage: stage of the program that it leaves.
+        runs: how often it ran.
+        seconds: seconds in all runs.
+        nodes: nodes of the program after the latest run.
+    """
+
+    name: str
+    stage: str
+    runs: int = 0
+    seconds: float = 0.0
+    nodes: int = 0
 
 
 Observer = Callable[[StepReport], None]
@@ -64,6 +83,49 @@ def observe(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observer)
+
+
+class PassTable:
+    """An observer that adds up what every pass cost.
+
+    Example:
+        >>> table = PassTable()
+        >>> with observe(table):
+        ...     pass  # hp_compile.plan(...).graphs, or the first call of a sharded model
+        >>> table.rows()
+        []
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str], PassRow] = {}
+
+    def __call__(self, report: StepReport) -> None:
+        """Adds one report."""
+        stage = info(report.program).stage if "program" in report.program.meta else ""
+        row = self._rows.setdefault((report.name, stage), PassRow(report.name, stage))
+        row.runs += 1
+        row.seconds += report.seconds
+        row.nodes = report.nodes
+
+    def rows(self) -> list[PassRow]:
+        """One row for each pass and stage of the program after it, in the order they first ran."""
+        return list(self._rows.values())
+
+    def __str__(self) -> str:
+        rows = [("pass", "leaves", "runs", "seconds", "nodes")]
+        rows += [
+            (r.name, r.stage, str(r.runs), f"{r.seconds:.3f}", f"{r.nodes:,}") for r in self.rows()
+        ]
+        total = sum(r.seconds for r in self.rows())
+        rows.append(("total", "", "", f"{total:.3f}", ""))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        return "\n".join(
+            "  ".join(
+                c.ljust(w) if i < 2 else c.rjust(w)
+                for i, (c, w) in enumerate(zip(r, widths, strict=True))
+            )
+            for r in rows
+        )
 
 
 def run(gm: fx.GraphModule, steps: Sequence[Step]) -> fx.GraphModule:
@@ -88,8 +150,9 @@ def _timed(step: Step, gm: fx.GraphModule) -> Any:
     start = time.perf_counter()
     result = step.run(gm, **step.options)
     seconds = time.perf_counter() - start
-    for program in result if isinstance(result, tuple) else (result,):
-        report = StepReport(step.name, seconds, len(program.graph.nodes), program)
+    programs = result if isinstance(result, tuple) else (result,)
+    for program in programs:
+        report = StepReport(step.name, seconds / len(programs), len(program.graph.nodes), program)
         for observer in list(_observers):
             observer(report)
         if verification() == "each":

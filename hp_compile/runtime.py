@@ -26,6 +26,7 @@ from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
 from hyper_parallel.torch_compat.distributed import versions
+from hyper_parallel.torch_compat.graph import release_saved_tensors
 from passes.base import (
     BufferInput,
     BufferUpdate,
@@ -339,12 +340,13 @@ class Runtime:
     def _backward(
         self,
         program: Program,
-        saved: Sequence[Any],
+        saved: list[Any],
         tangents: Sequence[torch.Tensor | None],
         outputs: Sequence[_Like],
     ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
         """Runs backward; returns reduced gradients by FQN (those handed to autograd) and input gradients.
 
+        ``saved`` is emptied: a value that nothing else holds is freed while backward runs.
         An output that is not part of the loss has no tangent. It counts as zero, and what depends on such outputs only
         gets no gradient, as in eager PyTorch.
         """
@@ -356,6 +358,7 @@ class Runtime:
         for node, role in inputs(gm):
             if isinstance(role, SavedInput):
                 values.append(saved[role.index])
+                saved[role.index] = None
             else:
                 traced = node.meta["val"]
                 tangent = tangents[role.of.index] if role.of in given else None
@@ -407,6 +410,14 @@ def _alias_of_output(value: Any, flat: Sequence[torch.Tensor]) -> Any:
     return value
 
 
+def _take_saved(ctx: Any) -> list[Any]:
+    """What forward saved, in a list that is its only owner, so backward frees each value after its last use."""
+    tensors = iter(ctx.saved_tensors)
+    saved = [next(tensors) if s is _TENSOR else s for s in ctx.saved]
+    release_saved_tensors(ctx)
+    return saved
+
+
 def _match_layout(tangent: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
     """The tangent in the strides that backward was traced for."""
     if traced.is_contiguous():
@@ -440,9 +451,7 @@ class _Call(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         runtime: Runtime = ctx.runtime
-        tensors = iter(ctx.saved_tensors)
-        saved = [next(tensors) if s is _TENSOR else s for s in ctx.saved]
-        grads, input_grads = runtime._backward(ctx.program, saved, tangents, ctx.outputs)
+        grads, input_grads = runtime._backward(ctx.program, _take_saved(ctx), tangents, ctx.outputs)
         by_input = [input_grads.get(i) for i in range(ctx.num_inputs)]
         by_param = [
             state.to_grad(grads[fqn]) if fqn in grads else None

@@ -220,9 +220,7 @@ _Role = TypeVar("_Role")
 
 def inputs(gm: fx.GraphModule, kind: type[_Role] | None = None) -> Iterator[tuple[fx.Node, _Role]]:
     """Placeholders with their roles, in calling order; only those of class ``kind`` when given."""
-    for node in gm.graph.nodes:
-        if node.op != "placeholder":
-            continue
+    for node in gm.graph.find_nodes(op="placeholder"):
         role = node.meta.get("role")
         if kind is None or isinstance(role, kind):
             yield node, role
@@ -245,12 +243,22 @@ def outputs(
             yield position, node, role
 
 
-def set_output(gm: fx.GraphModule, position: int, node: fx.Node) -> None:
-    """Rewires one output edge; nothing else that uses the old value changes."""
+def set_outputs(gm: fx.GraphModule, changes: Mapping[int, fx.Node]) -> None:
+    """Rewires output edges by position, all at once; nothing else that uses the old values changes."""
     out = output_node(gm)
     values = list(out.args[0])  # type: ignore[arg-type]
-    values[position] = node
+    for position, node in changes.items():
+        values[position] = node
     out.args = (tuple(values),)
+
+
+def reorder(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Puts the nodes of a graph into the given order, which names each of them once."""
+    previous = nodes[0]
+    for node in nodes[1:]:
+        if previous.next is not node:
+            previous.append(node)
+        previous = node
 
 
 # ------------------------------------------------------------------ emitting nodes

@@ -10,12 +10,20 @@ registration order and every rank holds the same layout.
                                                 pa, pb = split(rows, [na, nb], 1)
                                                 ga = reshape(pa, ...); gb = reshape(pb, ...)
 
+Casts and scales that all members have beside the collective are done once, on the flat buffer; and a buffer that would be
+put together from all the pieces of one other buffer (the all-reduce after a reduce-scatter) is that buffer:
+
+      r = wait(all_reduce(view(wait(reduce_scatter(...)))))       flat = wait(reduce_scatter(cat(...)))
+      o = div(r, 8)                             for every member  flat = div(wait(all_reduce(flat)), 8)
+                                                                  o, ... = split(flat)
+
 Members of one bucket share unit, kind, purpose, axes, group and dtype; nothing is ever merged across those. A gather
 bucket is issued where its first member was needed, a reduction bucket where its last member was ready.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -32,10 +40,12 @@ from passes.base import (
     Comm,
     aten,
     collectives,
+    convert,
     emit,
     finish,
     info,
     remove_dead,
+    reorder,
 )
 
 _MIB = 1 << 20
@@ -99,6 +109,7 @@ def _nbytes(node: fx.Node) -> int:
 
 def _merge(gm: fx.GraphModule, members: list[fx.Node]) -> None:
     """Replaces collectives of one kind by one collective on a flat buffer."""
+    graph, gathers = gm.graph, members[0].target is GATHER
     waits = [_wait_of(node) for node in members]
     comms: list[Comm] = [node.meta["comm"] for node in members]
     units = dict.fromkeys(c.unit for c in comms)
@@ -107,19 +118,27 @@ def _merge(gm: fx.GraphModule, members: list[fx.Node]) -> None:
         params=tuple(p for c in comms for p in c.params),
         unit="+".join(units),
     )
-    anchor = min(members) if members[0].target is GATHER else max(waits).next
-    graph = gm.graph
-    tags = {k: v for k, v in waits[0].meta.items() if k in ("recompute", "ac_graph_id")}
-    with graph.inserting_before(anchor):
+    sources, before = _peel_sources([node.args[0] for node in members])  # type: ignore[misc]
+    results, after = (waits, []) if gathers else _peel_results(waits)
+    with graph.inserting_before(min(members) if gathers else max(results).next):
 
-        def add(target: Callable[..., Any], *args: Any, comm: Comm | None = None) -> fx.Node:
-            return emit(graph, target, *args, comm=comm, meta=tags)
+        def add(target: Callable[..., Any], *args: Any) -> fx.Node:
+            return emit(graph, target, *args)
 
-        merge = _MERGE[members[0].target]
-        results = merge(add, members, comm)
+        def pack(target: Callable[..., Any], *args: Any) -> fx.Node:
+            return emit(graph, target, *args, meta={"packs": True})
+
+        flat = _apply(pack, _PACK[members[0].target](pack, members, sources), before)
+        start = emit(graph, members[0].target, flat, *members[0].args[1:], comm=comm)  # type: ignore[arg-type]
+        flat = _apply(add, add(WAIT, start), after)
+        replacements = _UNPACK[members[0].target](add, flat, members)
+    for old, new in zip(results, replacements, strict=True):
+        old.replace_all_uses_with(new)
     for wait, result in zip(waits, results, strict=True):
-        result.meta.setdefault("gathered", wait.meta.get("gathered"))
-        wait.replace_all_uses_with(result)
+        while result is not wait:  # what was done to each result is done to the buffer now
+            inner = result.all_input_nodes[0]
+            graph.erase_node(result)
+            result = inner
         graph.erase_node(wait)
     for node in members:
         graph.erase_node(node)
@@ -129,64 +148,141 @@ def _wait_of(node: fx.Node) -> fx.Node:
     return next(user for user in node.users if user.target is WAIT)
 
 
-def _flatten(add: Callable[..., fx.Node], node: fx.Node, shape: list[int]) -> fx.Node:
-    return add(aten.reshape.default, node, shape)
+# ------------------------------------------------------------------ casts and scales, once for a buffer
+
+_Op = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def _merge_gathers(
-    add: Callable[..., fx.Node], members: list[fx.Node], comm: Comm
-) -> list[fx.Node]:
-    """``[shard elements]`` of every member side by side; rows of the result are ranks."""
-    sources = [node.args[0] for node in members]
-    world, group = members[0].args[1], members[0].args[2]
-    numels = [s.meta["val"].numel() for s in sources]  # type: ignore[union-attr]
-    flat = add(aten.cat.default, [_flatten(add, s, [-1]) for s in sources])  # type: ignore[arg-type]
-    gathered = add(WAIT, add(GATHER, flat, world, group, comm=comm))
-    rows = add(aten.view.default, gathered, [world, sum(numels)])
-    parts = add(aten.split_with_sizes.default, rows, numels, 1)
-    return [
-        _flatten(add, add(operator.getitem, parts, i), list(_wait_of(node).meta["val"].shape))
-        for i, node in enumerate(members)
-    ]
+def _common(nodes: list[fx.Node]) -> _Op | None:
+    """The cast or scale that every one of these nodes is, with the same numbers, on the same dtype."""
+    first = nodes[0]
+    if first.target not in (convert, aten.div.Tensor) or first.kwargs:
+        return None
+    inner = {n.args[0].meta["val"].dtype for n in nodes if n.target is first.target}  # type: ignore[union-attr]
+    scalars = first.args[1:]
+    same = all(n.target is first.target and n.args[1:] == scalars for n in nodes)
+    if not same or len(inner) > 1 or any(isinstance(x, fx.Node) for x in scalars):
+        return None
+    return first.target, scalars  # type: ignore[return-value]
 
 
-def _merge_scatters(
-    add: Callable[..., fx.Node], members: list[fx.Node], comm: Comm
-) -> list[fx.Node]:
+def _peel_sources(sources: list[fx.Node]) -> tuple[list[fx.Node], list[_Op]]:
+    """Takes from all sources the operators that they end with, unless copying the buffer would then move more bytes."""
+    operators: list[_Op] = []
+    while all(len(node.users) == 1 for node in sources):
+        common = _common(sources)
+        if common is None:
+            break
+        inner: list[fx.Node] = [node.args[0] for node in sources]  # type: ignore[misc]
+        if _width(inner[0]) > _width(sources[0]):
+            break
+        operators.insert(0, common)
+        sources = inner
+    return sources, operators
+
+
+def _peel_results(waits: list[fx.Node]) -> tuple[list[fx.Node], list[_Op]]:
+    """Follows all results through the operators that they have in common; returns the last nodes and the operators."""
+    operators: list[_Op] = []
+    results = waits
+    while all(len(node.users) == 1 for node in results):
+        users = [next(iter(node.users)) for node in results]
+        common = _common(users)
+        if common is None:
+            break
+        operators.append(common)
+        results = users
+    return results, operators
+
+
+def _width(node: fx.Node) -> int:
+    return int(node.meta["val"].element_size())
+
+
+def _apply(add: Callable[..., fx.Node], node: fx.Node, operators: list[_Op]) -> fx.Node:
+    for target, scalars in operators:
+        node = add(target, node, *scalars)
+    return node
+
+
+# ------------------------------------------------------------------ layouts of the flat buffers
+
+
+def _pack_flat(
+    add: Callable[..., fx.Node], members: list[fx.Node], sources: list[fx.Node]
+) -> fx.Node:
+    """Elements of every member side by side; all pieces of one split, in order, are what was split."""
+    flat: list[fx.Node] = []
+    while sources:
+        split, _ = _piece(sources[0])
+        count = len(split.args[1]) if split is not None else 0  # type: ignore[arg-type]
+        if count and [_piece(s) for s in sources[:count]] == [(split, i) for i in range(count)]:
+            flat.append(split.args[0])  # type: ignore[union-attr,arg-type]
+        else:
+            count = 1
+            flat.append(add(aten.reshape.default, sources[0], [-1]))
+        sources = sources[count:]
+    return flat[0] if len(flat) == 1 else add(aten.cat.default, flat)
+
+
+def _piece(node: fx.Node) -> tuple[fx.Node | None, int]:
+    """``(split, index)`` for a view of a piece of a flat buffer that this pass has split."""
+    while node.target is aten.view.default:
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is operator.getitem and node.args[0].meta.get("splits_buffer"):  # type: ignore[union-attr]
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return None, 0
+
+
+def _pack_rows(
+    add: Callable[..., fx.Node], members: list[fx.Node], sources: list[fx.Node]
+) -> fx.Node:
     """Row ``r`` of the buffer holds rank ``r``'s part of every member."""
-    sources = [node.args[0] for node in members]
-    op, world, group = members[0].args[1], members[0].args[2], members[0].args[3]
-    rows = [_flatten(add, s, [world, -1]) for s in sources]  # type: ignore[arg-type,list-item]
-    flat = _flatten(add, add(aten.cat.default, rows, 1), [-1])
-    result = add(WAIT, add(SCATTER, flat, op, world, group, comm=comm))
-    return _unflatten(add, result, members)
+    world = members[0].args[2]
+    rows = [add(aten.reshape.default, source, [world, -1]) for source in sources]
+    return add(aten.reshape.default, add(aten.cat.default, rows, 1), [-1])
 
 
-def _merge_reduces(
-    add: Callable[..., fx.Node], members: list[fx.Node], comm: Comm
+def _unpack_rows(
+    add: Callable[..., fx.Node], flat: fx.Node, members: list[fx.Node]
 ) -> list[fx.Node]:
-    """One flat all-reduce."""
-    op, group = members[0].args[1], members[0].args[2]
-    flat = add(aten.cat.default, [_flatten(add, node.args[0], [-1]) for node in members])  # type: ignore[arg-type]
-    result = add(WAIT, add(REDUCE, flat, op, group, comm=comm))
-    return _unflatten(add, result, members)
-
-
-def _unflatten(add: Callable[..., fx.Node], flat: fx.Node, members: list[fx.Node]) -> list[fx.Node]:
-    shapes = [list(_wait_of(node).meta["val"].shape) for node in members]
-    numels = [torch.Size(shape).numel() for shape in shapes]
-    parts = add(aten.split_with_sizes.default, flat, numels, 0)
+    """Rows of a gathered buffer are ranks, columns are members."""
+    world = members[0].args[1]
+    numels = [n.args[0].meta["val"].numel() for n in members]  # type: ignore[union-attr]
+    rows = add(aten.view.default, flat, [world, sum(numels)])
+    parts = add(aten.split_with_sizes.default, rows, numels, 1)
+    pieces = [add(operator.getitem, parts, i) for i in range(len(members))]
     return [
-        add(aten.view.default, add(operator.getitem, parts, i), shape)
-        for i, shape in enumerate(shapes)
+        add(aten.reshape.default, piece, list(_wait_of(node).meta["val"].shape))
+        for piece, node in zip(pieces, members, strict=True)
     ]
 
 
-_MERGE: Mapping[Any, Callable[..., list[fx.Node]]] = {
-    GATHER: _merge_gathers,
-    SCATTER: _merge_scatters,
-    REDUCE: _merge_reduces,
+def _unpack_flat(
+    add: Callable[..., fx.Node], flat: fx.Node, members: list[fx.Node]
+) -> list[fx.Node]:
+    """Members lie side by side."""
+    shapes = [list(_wait_of(node).meta["val"].shape) for node in members]
+    parts = add(aten.split_with_sizes.default, flat, [math.prod(shape) for shape in shapes], 0)
+    parts.meta["splits_buffer"] = True
+    pieces = [add(operator.getitem, parts, i) for i in range(len(members))]
+    return [
+        add(aten.view.default, piece, shape) for piece, shape in zip(pieces, shapes, strict=True)
+    ]
+
+
+_PACK: Mapping[Any, Callable[..., fx.Node]] = {
+    GATHER: _pack_flat,
+    SCATTER: _pack_rows,
+    REDUCE: _pack_flat,
 }
+_UNPACK: Mapping[Any, Callable[..., list[fx.Node]]] = {
+    GATHER: _unpack_rows,
+    SCATTER: _unpack_flat,
+    REDUCE: _unpack_flat,
+}
+
+# ------------------------------------------------------------------ order
 
 
 def _stable_topological_sort(gm: fx.GraphModule) -> None:
@@ -220,8 +316,4 @@ def _stable_topological_sort(gm: fx.GraphModule) -> None:
             waiting.setdefault(n, []).append(node)
     if len(ordered) != len(graph.nodes):
         raise RuntimeError("bucketing made a cycle; this is a bug in passes.bucket")
-    previous = ordered[0]
-    for node in ordered[1:]:
-        if previous.next is not node:
-            previous.append(node)
-        previous = node
+    reorder(graph, ordered)

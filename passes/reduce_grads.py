@@ -48,7 +48,7 @@ from passes.base import (
     info,
     output_node,
     outputs,
-    set_output,
+    set_outputs,
 )
 
 
@@ -105,15 +105,17 @@ def reduce_grads(
         ``gm``.
     """
     program = info(gm)
+    reduced: dict[int, fx.Node] = {}
     for position, node, role in list(outputs(gm, ParamGrad)):
         if node is None:
             continue
         plan = program.params[role.fqn]
         if plan.ignored:
             continue
-        _reduce_one(
-            gm, position, node, plan, program, reduce_dtype, reduce_op, divide_factor, variant
+        reduced[position] = _reduce_one(
+            gm.graph, node, plan, program, reduce_dtype, reduce_op, divide_factor, variant
         )
+    set_outputs(gm, reduced)
     _own_gradients(gm)
     return finish(
         gm,
@@ -126,8 +128,7 @@ def reduce_grads(
 
 
 def _reduce_one(
-    gm: fx.GraphModule,
-    position: int,
+    graph: fx.Graph,
     grad: fx.Node,
     plan: ParamPlan,
     program: ProgramInfo,
@@ -135,9 +136,13 @@ def _reduce_one(
     reduce_op: str,
     divide_factor: float | None,
     variant: str,
-) -> None:
-    """Emits the chain of one gradient directly before the output node and rewires its output edge."""
-    graph, layout = gm.graph, program.layout
+) -> fx.Node:
+    """Emits the chain of one gradient directly behind it; returns what the output edge takes.
+
+    Packing comes before the cast and the scale, so that ``bucket`` finds these next to the collective and does them once
+    for the whole bucket.
+    """
+    layout = program.layout
     wire = reduce_dtype or grad.meta["val"].dtype
     scale = scale_for(plan, reduce_op, divide_factor, wire)
     unit = program.units[plan.fqn]
@@ -146,23 +151,20 @@ def _reduce_one(
         def add(target: Callable[..., Any], *args: Any, comm: Comm | None = None) -> fx.Node:
             return emit(graph, target, *args, comm=comm)
 
-        value = grad
+        scatters = variant in ("sync", "scatter") and plan.shard_size > 1
+        value = pack(add, grad, plan) if scatters else grad
         if value.meta["val"].dtype != wire:
             value = add(convert, value, wire)
         if variant == "none":
-            set_output(gm, position, value)
-            return
-        if variant != "replicate":
-            if scale.pre != 1.0:
-                value = add(aten.div.Tensor, value, scale.pre)
-            if plan.shard_size > 1:
-                comm = Comm("reduce_scatter", plan.shard_axes, "reduce_grad", (plan.fqn,), unit)
-                group = layout.group_name(plan.shard_axes)
-                packed = pack(add, value, plan)
-                value = add(WAIT, add(SCATTER, packed, "sum", plan.shard_size, group, comm=comm))
+            return value
+        if variant != "replicate" and scale.pre != 1.0:
+            value = add(aten.div.Tensor, value, scale.pre)
+        if scatters:
+            comm = Comm("reduce_scatter", plan.shard_axes, "reduce_grad", (plan.fqn,), unit)
+            group = layout.group_name(plan.shard_axes)
+            value = add(WAIT, add(SCATTER, value, "sum", plan.shard_size, group, comm=comm))
         if variant == "scatter":
-            set_output(gm, position, value)
-            return
+            return value
         if plan.dp_size > 1:
             comm = Comm("all_reduce", plan.replica_axes, "replicate_grad", (plan.fqn,), unit)
             group = layout.group_name(plan.replica_axes)
@@ -171,7 +173,7 @@ def _reduce_one(
             value = add(aten.div.Tensor, value, scale.post)
         if value.meta["val"].dtype != plan.dtype and not is_wider(wire, plan.dtype):
             value = add(convert, value, plan.dtype)
-    set_output(gm, position, value)
+    return value
 
 
 def is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
@@ -187,6 +189,7 @@ def _own_gradients(gm: fx.GraphModule) -> None:
         for _, node, role in everything
         if node is not None and not isinstance(role, ParamGrad)
     }
+    copies: dict[int, fx.Node] = {}
     with gm.graph.inserting_before(output_node(gm)):
         for position, node, _ in list(outputs(gm, ParamGrad)):
             if node is None:
@@ -199,7 +202,8 @@ def _own_gradients(gm: fx.GraphModule) -> None:
                 copied = emit(
                     gm.graph, aten.clone.default, node, memory_format=torch.contiguous_format
                 )
-                set_output(gm, position, copied)
+                copies[position] = copied
+    set_outputs(gm, copies)
 
 
 def _owner(node: fx.Node) -> fx.Node:

@@ -14,13 +14,16 @@ import torch.utils.checkpoint as checkpointing
 from torch import fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.graph import _BoxedCodeGen
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils import _pytree as pytree
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "boxed_forward",
     "checkpoint_region",
     "fake_mode",
     "fake_parameter",
@@ -30,6 +33,7 @@ __all__ = [
     "min_cut_partition",
     "preserve_node_meta",
     "pytree",
+    "release_saved_tensors",
     "sizes_fit",
     "tracing_context",
 ]
@@ -86,7 +90,8 @@ def joint_trace(
         decompositions: operator decompositions.
 
     Returns:
-        ``(graph module, AOTAutograd's view and mutation metadata)``.
+        ``(graph module, AOTAutograd's view and mutation metadata)``. The module generates its Python code when that is
+        first run or read, so passes may recompile it at no cost.
     """
     # Imported here because they import Inductor, which takes seconds and sets an environment variable.
     from torch._functorch import config as functorch_config
@@ -105,7 +110,7 @@ def joint_trace(
         gm.graph.set_codegen(fx.graph.CodeGen())
         for spec in ("_in_spec", "_out_spec"):
             vars(gm).pop(spec, None)
-        gm.recompile()
+        gm = _LazyGraphModule.from_graphmodule(gm)
         return gm, joint._aot_state.fw_metadata
 
 
@@ -115,7 +120,28 @@ def min_cut_partition(
     """Torch's min-cut partitioner on a joint graph whose inputs are named ``primals_*`` and ``tangents_*``."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(gm, None, num_fwd_outputs=num_fwd_outputs)
+    with _use_lazy_graph_module(True):
+        return min_cut_rematerialization_partition(gm, None, num_fwd_outputs=num_fwd_outputs)
+
+
+def boxed_forward(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """The graph's Python code as a function that takes its inputs in a list, which it empties.
+
+    Every value, inputs included, is freed after its last use.
+
+    Args:
+        gm: a graph; not changed.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.set_codegen(_BoxedCodeGen())
+    return fx.GraphModule(gm, graph).forward
+
+
+def release_saved_tensors(ctx: Any) -> None:
+    """Drops autograd's own references to what a function saved, unless backward may run again (``retain_graph``)."""
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        ctx.maybe_clear_saved_tensors()
 
 
 def checkpoint_region(node: fx.Node) -> int | None:
