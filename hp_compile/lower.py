@@ -40,9 +40,11 @@ def lower(gm: fx.GraphModule, *, backend: str, fake_mode: Any) -> Lowered:
     from hyper_parallel.torch_compat import inductor
 
     stage = info(gm).stage
+    program = copy.deepcopy(gm)
+    program.meta.clear()  # it names this rank, and Inductor's disk cache keys on it: all ranks share what one compiled
     examples = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     return inductor.compile_graph(
-        copy.deepcopy(gm),
+        program,
         examples,
         fake_mode,
         is_backward=stage == "backward",
