@@ -41,7 +41,11 @@ def start(*flags: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
 
 def train(*flags: str, cwd: Path, code: int = 0, **environment: str) -> tuple[str, str]:
     process = start(*flags, cwd=cwd, **environment)
-    output, errors = process.communicate(timeout=800)
+    try:
+        output, errors = process.communicate(timeout=800)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == code, output + errors
     return output, errors
 
