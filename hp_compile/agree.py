@@ -1,62 +1,130 @@
-"""Ranks agree on what they run, or say how they differ: compared once, before the first step, and it cannot hang."""
+"""Ranks agree on what they run, or say how they differ: compared once, before the first step, and it cannot hang.
+
+Ranks talk through the process group's key-value store only: each writes what it built, then reads what the others wrote, with
+a time-out. No collective runs before all of them agree.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from hyper_parallel.errors import VerificationError
+from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.torch_compat.distributed import default_store
 
 if TYPE_CHECKING:
     from hp_compile.program import Program
     from hp_compile.runtime import Runtime
 
+#: How long a rank waits for the others' descriptions before its first step.
 TIMEOUT_SECONDS = 300.0
+
+#: Models that were sharded over each set of ranks so far; all of its ranks count alike.
+_boards: Counter[tuple[int, ...]] = Counter()
+
+_FAILED = "failed: "
+
+
+class Board:
+    """Where the ranks of one sharded model put what they built.
+
+    Args:
+        layout: the mesh.
+    """
+
+    def __init__(self, layout: MeshLayout) -> None:
+        self.rank = layout.rank
+        self.ranks = sorted(layout.ranks)
+        members = tuple(self.ranks)
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:8]
+        self._prefix = f"hyper_parallel/agree/{digest}/{_boards[members]}"
+        self._tries: Counter[str] = Counter()
+        _boards[members] += 1
+
+    @property
+    def silent(self) -> bool:
+        """Nobody to compare with."""
+        return len(self.ranks) == 1 or not dist.is_initialized() or dist.get_backend() == "fake"
+
+    def post(self, topic: str, lines: Sequence[str]) -> None:
+        """Writes this rank's description; returns at once."""
+        if self.silent:
+            return
+        store = default_store()
+        key = self._key(topic)
+        store.set(f"{key}/lines/{self.rank}", json.dumps(list(lines)))
+        store.set(f"{key}/digest/{self.rank}", _digest(lines))
+
+    def post_failure(self, topic: str, error: BaseException) -> None:
+        """Tells the others that this rank will not come, and why."""
+        if not self.silent:
+            text = f"{_FAILED}{type(error).__name__}: {error}"
+            default_store().set(f"{self._key(topic)}/digest/{self.rank}", text)
+            self._tries[topic] += 1
+
+    def compare(self, topic: str, lines: Sequence[str]) -> None:
+        """Waits for every rank's description, as posted, and compares it with this rank's.
+
+        Raises:
+            VerificationError: ranks differ (the first difference is shown), one failed, or did not arrive in time.
+        """
+        if self.silent:
+            return
+        key, store = self._key(topic), default_store()
+        self._tries[topic] += 1
+        names = {rank: f"{key}/digest/{rank}" for rank in self.ranks}
+        self._wait(store, names)
+        own = _digest(lines)
+        for rank, digest in zip(names, store.multi_get(list(names.values())), strict=True):
+            text = digest.decode()
+            if text.startswith(_FAILED):
+                raise VerificationError(
+                    f"rank {rank} could not build its program, so rank {self.rank} stops too; its error is\n"
+                    f"{text.removeprefix(_FAILED)}"
+                )
+            if text != own:
+                theirs = json.loads(store.get(f"{key}/lines/{rank}").decode())
+                raise VerificationError(_difference(self.rank, list(lines), rank, theirs))
+
+    def _key(self, topic: str) -> str:
+        return f"{self._prefix}/{topic}/{self._tries[topic]}"
+
+    def _wait(self, store: dist.Store, names: dict[int, str]) -> None:
+        try:
+            store.wait(list(names.values()), timedelta(seconds=TIMEOUT_SECONDS))
+        except (RuntimeError, ValueError) as error:
+            missing = [rank for rank, name in names.items() if not store.check([name])]
+            shown = ", ".join(map(str, missing[:16])) + (", …" if len(missing) > 16 else "")
+            plural = "s" if len(missing) != 1 else ""
+            raise VerificationError(
+                f"rank{plural} {shown} did not report a program within {TIMEOUT_SECONDS:.0f} s: failed before the first step, "
+                f"still busy, or never called the model. Look at the log of rank {missing[0] if missing else '?'} first"
+            ) from error
 
 
 def compare_ranks(runtime: Runtime, program: Program) -> None:
     """Compares the description of the first program over all ranks of the mesh.
 
-    Every rank writes its description to the process group's key-value store and reads the others' with a time-out, so a
-    rank that never arrives is named instead of waited for.
+    Args:
+        runtime: runtime of the module.
+        program: its first program.
 
     Raises:
-        VerificationError: ranks differ (the first difference is shown), or a rank did not arrive in time.
+        VerificationError: ranks differ (the first difference is shown), one failed, or did not arrive in time.
     """
-    ranks = sorted(runtime.layout.ranks)
-    if len(ranks) == 1 or not dist.is_initialized() or dist.get_backend() == "fake":
+    if runtime.board.silent:
         return
     lines = describe(runtime, program)
-    store = default_store()
-    prefix = f"hyper_parallel/agree/{runtime.layout.digest}/{runtime.index}"
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    store.set(f"{prefix}/lines/{runtime.layout.rank}", json.dumps(lines))
-    store.set(f"{prefix}/digest/{runtime.layout.rank}", digest)
-    for rank in ranks:
-        if rank == runtime.layout.rank:
-            continue
-        other = _read(store, f"{prefix}/digest/{rank}", rank)
-        if other != digest:
-            theirs = json.loads(_read(store, f"{prefix}/lines/{rank}", rank))
-            raise VerificationError(_difference(runtime.layout.rank, lines, rank, theirs))
-
-
-def _read(store: dist.Store, key: str, rank: int) -> str:
-    from datetime import timedelta
-
-    try:
-        store.wait([key], timedelta(seconds=TIMEOUT_SECONDS))
-    except (RuntimeError, ValueError) as error:
-        raise VerificationError(
-            f"rank {rank} did not report its plan within {TIMEOUT_SECONDS:.0f} s: it failed before its first step, or never "
-            "called the model. Look at that rank's log first"
-        ) from error
-    return store.get(key).decode()
+    runtime.board.post("program", lines)
+    runtime.board.compare("program", lines)
 
 
 def describe(runtime: Runtime, program: Program) -> list[str]:
@@ -64,6 +132,10 @@ def describe(runtime: Runtime, program: Program) -> list[str]:
     from hp_compile.plan import program_facts
 
     return program_facts(runtime.layout, runtime.policy, program)
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _difference(rank: int, mine: list[str], other: int, theirs: list[str]) -> str:
@@ -75,3 +147,6 @@ def _difference(rank: int, mine: list[str], other: int, theirs: list[str]) -> st
                 "differ)"
             )
     return f"ranks {rank} and {other} built different programs"
+
+
+__all__ = ["TIMEOUT_SECONDS", "Board", "compare_ranks", "describe"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,17 +10,20 @@ import torch
 from torch import fx, nn
 
 from hp_compile import pipeline
-from hp_compile.capture import capture
+from hp_compile.capture import Captured, capture
+from hp_compile.explain import Refusal
 from hp_compile.lower import Lowered, decompositions, lower
-from hp_compile.program import Program, Reduction
-from hp_compile.signature import Signature
+from hp_compile.program import Program, Reduction, sizes_of
+from hp_compile.signature import Signature, TensorSpec
 from hp_compile.units import ROOT_UNIT, Units
+from hyper_parallel.errors import CaptureError
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
 from hyper_parallel.torch_compat import graph as compat
 from passes.base import (
     GradInput,
+    InputUpdate,
     ParamGrad,
     ParamInput,
     ProgramInfo,
@@ -27,12 +31,16 @@ from passes.base import (
     aten,
     emit,
     finish,
+    outputs,
     set_info,
 )
 from passes.origin import record
 
 if TYPE_CHECKING:
     from hp_compile.runtime import Runtime
+
+
+log = logging.getLogger("hp_compile")
 
 
 def reshard_map(policy: Policy, units: Units) -> dict[str, bool | int]:
@@ -80,30 +88,75 @@ def build_program(
         CaptureError: the forward cannot be captured.
     """
     by_name = dict(module.named_parameters())
-    captured = capture(
-        module,
-        signature,
-        tensors,
+    options = dict(
         original_class=original_class,
         device=device,
         precision=policy.mp_policy,
         unit_modules=units.modules,
         grad=grad,
-        dynamic=_dynamic_dims(tensors, policy.dynamic, all_dims),
         decompositions=decompositions(policy.backend),
         ignored=frozenset(id(by_name[fqn]) for fqn, plan in plans.items() if plan.ignored),
     )
+    captured = _capture(module, signature, tensors, policy.dynamic, all_dims, options)
     steps = pipeline.capture_steps(
-        layout=layout, params=plans, units=units.of, unit_order=units.order
+        layout=layout,
+        params=plans,
+        units=units.of,
+        unit_order=units.order,
+        updates=captured.updates,
     )
     captured.gm = pipeline.run(captured.gm, steps)
-    return Program(captured, signature, policy, dict(reshard), gathered)
+    _refuse_changed_inputs(captured.gm, signature)
+    return Program(captured, signature, policy, dict(reshard), gathered, sizes_of(tensors))
 
 
-def _dynamic_dims(
+def _capture(
+    module: nn.Module,
+    signature: Signature,
+    tensors: Sequence[torch.Tensor],
+    dynamic: bool | None,
+    all_dims: bool,
+    options: Mapping[str, Any],
+) -> Captured:
+    """Captures with as many symbolic sizes as asked for; by default with fewer where forward does not allow them."""
+    attempts = [dynamic_dims(tensors, dynamic, all_dims)]
+    if dynamic is None:
+        attempts += [dynamic_dims(tensors, None, False), dynamic_dims(tensors, False, False)]
+    attempts = list(dict.fromkeys(attempts))
+    first: CaptureError | None = None
+    for dims in attempts:
+        try:
+            return capture(module, signature, tensors, dynamic=dims, **options)
+        except CaptureError as error:
+            first = first or error
+            if isinstance(error.__cause__, Refusal) or error.__cause__ is None:
+                raise
+            log.info("capture with symbolic sizes failed, trying fewer of them: %s", error)
+    assert first is not None
+    raise first
+
+
+def _refuse_changed_inputs(gm: fx.GraphModule, signature: Signature) -> None:
+    """An input that requires grad cannot be changed by a program: autograd would not know."""
+    tensors = [leaf for leaf in signature.leaves if isinstance(leaf, TensorSpec)]
+    for _, _, role in outputs(gm, InputUpdate):
+        if tensors[role.index].requires_grad:
+            raise CaptureError(
+                f"forward changes its input tensor {role.index} in place, and that input requires grad\n"
+                "Change a copy (x = x.clone()), or pass the input detached"
+            )
+
+
+def dynamic_dims(
     tensors: Sequence[torch.Tensor], dynamic: bool | None, all_dims: bool
 ) -> tuple[frozenset[int], ...]:
-    """Dims of every input that stay symbolic; sizes 0 and 1 always get their own program."""
+    """Dims of every input that stay symbolic; sizes 0 and 1 always get their own program.
+
+    Args:
+        tensors: the flat tensor inputs.
+        dynamic: ``Policy.dynamic``: dim 0 by default, ``True`` all, ``False`` none.
+        all_dims: all dims although ``dynamic`` does not ask for it.
+    """
     result = []
     for tensor in tensors:
         candidates = range(tensor.dim()) if dynamic or all_dims else range(min(tensor.dim(), 1))

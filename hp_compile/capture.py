@@ -7,26 +7,41 @@ output; nothing downstream identifies a node by name or position.
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import dataclasses
+import enum
 import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from hp_compile.signature import Signature, TensorSpec, flatten_call
-from hyper_parallel.errors import CaptureError
+from hp_compile.explain import Refusal, explained
+from hp_compile.signature import Signature, flatten_tree
+from hp_compile.twin import fake_twin
+from hp_compile.effects import CallWatch, StateWatch, walk
 from hyper_parallel.torch_compat import graph as compat
 from hyper_parallel.torch_compat.graph import pytree
+from passes.base import source_line
 
 log = logging.getLogger("hp_compile")
 
 _ROOT = "module"
+
+
+@dataclass(frozen=True)
+class SizeOutput:
+    """A number that forward returned and that depends on input sizes.
+
+    Attributes:
+        expression: the number in terms of the program's size symbols.
+        kind: ``int``, ``float`` or ``bool``.
+    """
+
+    expression: Any
+    kind: type
 
 
 @dataclass(frozen=True)
@@ -36,20 +51,36 @@ class OutputSpec:
     Attributes:
         tree: container structure (the model's own output classes included).
         leaves: for every leaf, the index of the flat output, or ``None`` for a constant.
-        constants: value of each constant leaf.
+        constants: value of each constant leaf; a :class:`SizeOutput` for a number that depends on sizes.
     """
 
     tree: Any
     leaves: tuple[int | None, ...]
     constants: tuple[Any, ...]
 
-    def rebuild(self, flat: Sequence[Any]) -> Any:
-        """The user's own output object from flat tensors."""
+    @property
+    def has_sizes(self) -> bool:
+        """Whether a leaf is computed from input sizes."""
+        return any(isinstance(c, SizeOutput) for c in self.constants)
+
+    def rebuild(self, flat: Sequence[Any], symbols: Mapping[Any, int] | None = None) -> Any:
+        """The user's own output object.
+
+        Args:
+            flat: flat tensors.
+            symbols: value of every size symbol, when ``has_sizes``.
+        """
         values = [
-            self.constants[i] if source is None else flat[source]
+            self._constant(self.constants[i], symbols) if source is None else flat[source]
             for i, source in enumerate(self.leaves)
         ]
         return pytree.tree_unflatten(values, self.tree)
+
+    @staticmethod
+    def _constant(value: Any, symbols: Mapping[Any, int] | None) -> Any:
+        if isinstance(value, SizeOutput):
+            return value.kind(value.expression.xreplace(dict(symbols or {})))
+        return value
 
 
 @dataclass
@@ -64,6 +95,7 @@ class Captured:
         input_shapes: shape of every tensor input, ints and symbols.
         constants: tensors that the forward created or held outside parameters and buffers, by buffer name.
         tied: alias FQN to the first FQN of the same parameter.
+        updates: flat outputs that are the new value of a buffer that forward replaced.
     """
 
     gm: fx.GraphModule
@@ -73,12 +105,15 @@ class Captured:
     input_shapes: tuple[tuple[Any, ...], ...]
     constants: dict[str, torch.Tensor]
     tied: Mapping[str, str]
+    updates: Mapping[int, str] = field(default_factory=dict)
 
 
+@dataclass
 class _Outputs:
     """Where the entry leaves the output structure (export restores attributes of modules)."""
 
     spec: OutputSpec | None = None
+    updates: Mapping[int, str] = field(default_factory=dict)
 
 
 class _Entry(nn.Module):
@@ -103,20 +138,27 @@ class _Entry(nn.Module):
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             tensors = tuple(_cast(t, policy.param_dtype) for t in tensors)
         args, kwargs = self._signature.rebuild(tensors)
-        result = self.get_submodule(_ROOT)(*args, **kwargs)
-        leaves, tree = flatten_output(result)
+        root = self.get_submodule(_ROOT)
+        watch = StateWatch(root)
+        with CallWatch(), compat.refuse_autograd_functions(_refuse_function):
+            result = root(*args, **kwargs)
+        replaced = watch.finish()
+        leaves, tree = flatten_tree(result)
         flat: list[torch.Tensor] = []
         sources: list[int | None] = []
+        constants: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 sources.append(len(flat))
                 value = leaf if policy.output_dtype is None else _cast(leaf, policy.output_dtype)
                 flat.append(_fresh(value))
+                constants.append(None)
             else:
-                _check_constant_output(leaf)
                 sources.append(None)
-        constants = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
-        self._outputs.spec = OutputSpec(tree, tuple(sources), constants)
+                constants.append(_constant_output(leaf))
+        self._outputs.spec = OutputSpec(tree, tuple(sources), tuple(constants))
+        self._outputs.updates = dict(enumerate(replaced, start=len(flat)))
+        flat.extend(_fresh(value) for value in replaced.values())
         return tuple(flat)
 
 
@@ -129,134 +171,44 @@ def _fresh(value: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._unsafe_view.default(value, value.shape)
 
 
-def _check_constant_output(leaf: object) -> None:
-    if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise CaptureError(
-            "forward returns a number that depends on the batch size; return it as a tensor, or compute it in the loop"
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
+_SYMBOLIC = ((torch.SymBool, bool), (torch.SymInt, int), (torch.SymFloat, float))
+
+
+def _constant_output(leaf: Any) -> Any:
+    """What an output leaf that is no tensor is at each call."""
+    for symbolic, kind in _SYMBOLIC:
+        if isinstance(leaf, symbolic):
+            if not compat.is_backed(leaf):
+                raise Refusal(
+                    "forward returns a number that depends on the values of a tensor",
+                    "Return it as a tensor, or compute it in the loop",
+                    fqn="",
+                )
+            return SizeOutput(leaf.node.expr, kind)
+    if isinstance(leaf, (*_ATOMS, type)):
+        return leaf
+    held = [path for path, _ in walk(leaf, type(leaf).__name__)]
+    if held or isinstance(leaf, Iterator):
+        raise Refusal(
+            f"forward returns a {type(leaf).__name__} that {f'holds tensors ({held[0]})' if held else 'is used up once'} and "
+            "is no registered container",
+            "Return tensors in tuples, lists, dicts, named tuples or dataclasses, or register the class with "
+            "torch.utils._pytree.register_pytree_node. For Hugging Face models pass use_cache=False",
+            fqn="",
         )
-    if leaf is None or isinstance(leaf, bool | int | float | complex | str | torch.dtype):
-        return
-    held = [name for name, v in getattr(leaf, "__dict__", {}).items() if _holds_tensor(v)]
-    if held:
-        raise CaptureError(
-            f"forward returns a {type(leaf).__name__} that holds tensors ({', '.join(held)}) and is no registered "
-            "container: return tensors in tuples, lists, dicts or dataclasses, or register the class with "
-            "torch.utils._pytree.register_pytree_node. For Hugging Face models pass use_cache=False"
+    return leaf
+
+
+def _refuse_function(function: type, args: tuple[Any, ...]) -> None:
+    """``torch.autograd.Function``: export would keep its forward and forget its backward."""
+    uses_grad = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    if torch.is_grad_enabled() and uses_grad and not function.__module__.startswith("torch."):
+        raise Refusal(
+            f"forward calls the torch.autograd.Function {function.__qualname__}, whose own backward torch.export would lose",
+            "Write it as operators with an ordinary gradient (y = x + (f(x) - x).detach() for a straight-through estimator), "
+            "as a torch.library.custom_op with register_autograd, or set Policy(fallback='eager')",
         )
-
-
-def _holds_tensor(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, list | tuple):
-        return any(_holds_tensor(v) for v in value)
-    if isinstance(value, dict):
-        return any(_holds_tensor(v) for v in value.values())
-    return any(isinstance(v, torch.Tensor) for v in getattr(value, "__dict__", {}).values())
-
-
-def flatten_output(result: object) -> tuple[list[Any], Any]:
-    """Flattens nested containers; dataclasses that nobody registered are registered on the way."""
-    while True:
-        leaves, tree = pytree.tree_flatten(result)
-        unknown = {
-            type(x) for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type)
-        }
-        if not unknown:
-            return leaves, tree
-        for cls in unknown:
-            torch.export.register_dataclass(cls)
-
-
-# ------------------------------------------------------------------ the fake twin
-
-
-def fake_twin(
-    module: nn.Module,
-    original_class: type,
-    mode: Any,
-    device: torch.device,
-    precision: MixedPrecisionPolicy,
-    ignored: frozenset[int],
-) -> nn.Module:
-    """A deep copy whose parameters and buffers are fake; the module and its weights are not touched.
-
-    Args:
-        module: the user's module, sharded or not, on any device.
-        original_class: class whose ``forward`` is captured.
-        mode: fake tensor mode.
-        device: device of the mesh.
-        precision: parameters get ``param_dtype`` here, as they have when they are used.
-        ignored: ids of parameters that keep their dtype.
-
-    Raises:
-        CaptureError: an attribute cannot be copied, or a parameter hides in a Python container.
-    """
-    memo: dict[int, Any] = {}
-    with torch.no_grad():
-        for param in module.parameters():
-            dtype = param.dtype
-            if precision.param_dtype is not None and dtype.is_floating_point:
-                dtype = dtype if id(param) in ignored else precision.param_dtype
-            memo[id(param)] = compat.fake_parameter(mode, param, device, dtype)
-        for buffer in module.buffers():
-            memo[id(buffer)] = compat.fake_like(mode, buffer, device, buffer.dtype)
-    _refuse_hidden_parameters(module)
-    try:
-        twin = _copy_root(module, original_class, memo)
-    except Exception as error:
-        raise CaptureError(
-            f"cannot copy {original_class.__name__} for capture: {type(error).__name__}: {error}. An attribute of the "
-            "module cannot be deep-copied; keep such objects outside the module or give them a __deepcopy__"
-        ) from error
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        getattr(twin, name).clear()  # the root's own hooks run around the program, not in it
-    return twin
-
-
-def _copy_root(module: nn.Module, original_class: type, memo: dict[int, Any]) -> nn.Module:
-    """Deep copy of the root as its original class, without the runtime that ``shard`` attached.
-
-    References to the root from below (a parent pointer, a hook's bound method) lead to the copy.
-    """
-    twin: nn.Module = object.__new__(original_class)
-    memo[id(module)] = twin
-    for name, value in module.__dict__.items():
-        if name != "_hp_runtime" and "load_state_dict" not in name:
-            twin.__dict__[name] = copy.deepcopy(value, memo)
-    fresh = nn.Module()
-    for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
-        twin.__dict__[name] = fresh.__dict__[name]
-    return twin
-
-
-def _refuse_hidden_parameters(module: nn.Module) -> None:
-    """A trainable tensor in a list or dict would be baked into the graph as a constant and never trained."""
-    known = {id(p) for p in module.parameters()} | {id(b) for b in module.buffers()}
-    for fqn, sub in module.named_modules():
-        for name, value in sub.__dict__.items():
-            if (name.startswith("_") and name in nn.Module().__dict__) or name == "_hp_runtime":
-                continue
-            for where, tensor in _walk(value, name):
-                trained = isinstance(tensor, nn.Parameter) or tensor.requires_grad
-                if trained and id(tensor) not in known:
-                    path = f"{fqn}.{where}" if fqn else where
-                    raise CaptureError(
-                        f"{path} is a parameter held in a Python container, so capture would turn it into a "
-                        "constant that is never trained; register it: use nn.ParameterList or nn.ParameterDict, "
-                        "or assign it as an attribute"
-                    )
-
-
-def _walk(value: object, path: str, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif depth < 4 and isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _walk(item, f"{path}[{i}]", depth + 1)
-    elif depth < 4 and isinstance(value, dict):
-        for key, item in value.items():
-            yield from _walk(item, f"{path}[{key!r}]", depth + 1)
 
 
 # ------------------------------------------------------------------ export and joint trace
@@ -302,17 +254,19 @@ def capture(
     entry = _Entry(twin, signature, precision, outputs)
     stand_ins = [_stand_in(t, device) for t in tensors]
     spec = tuple({d: torch.export.Dim.AUTO for d in dims} or None for dims in dynamic)
-    before = _tensor_attributes(twin)
     with (
-        _explained(twin),
+        explained(twin),
+        warnings.catch_warnings(),
         compat.mark_checkpoint_regions(),
         torch.set_grad_enabled(grad),
         compat.preserve_node_meta(),
     ):
+        warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")
         exported = torch.export.export(
-            entry, tuple(stand_ins), dynamic_shapes=(spec,), strict=False
+            entry, tuple(stand_ins), dynamic_shapes=(spec,) if spec else None, strict=False
         )
-    _refuse_stashed_tensors(twin, before)
+    with explained(twin):
+        _refuse_changed_constants(exported)
     forward = exported.module(check_guards=False)
     _share_tied(forward, tied)
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
@@ -322,8 +276,10 @@ def capture(
         for v, t in zip(values, tensors, strict=True)
     ]
     export_mode = next((v.fake_mode for v in values if compat.is_fake(v)), mode)
-    with _explained(twin), torch.set_grad_enabled(grad):
+    with explained(twin), torch.set_grad_enabled(grad):
         gm, _ = compat.joint_trace(forward, values, export_mode, decompositions)
+        _refuse_nested_graphs(gm)
+    gm = _flat(gm)
     assert outputs.spec is not None
     return Captured(
         gm=gm,
@@ -333,12 +289,21 @@ def capture(
         input_shapes=tuple(tuple(v.shape) for v in values),
         constants=_constants(forward, twin),
         tied=tied,
+        updates=outputs.updates,
     )
 
 
+def _flat(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph alone: flat inputs and outputs, without pytree specs and the parameters it was traced from."""
+    gm.graph.set_codegen(fx.graph.CodeGen())
+    fresh = fx.GraphModule(gm, gm.graph)
+    fresh.meta = dict(gm.meta)
+    return fresh
+
+
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What export sees: a tensor of the same shape on the mesh's device; contents are never read."""
-    if tensor.device.type == device.type and not compat.is_fake(tensor):
+    """What export sees: a contiguous tensor of the same shape on the mesh's device; contents are never read."""
+    if tensor.device.type == device.type and tensor.is_contiguous() and not compat.is_fake(tensor):
         return tensor.detach()
     return torch.empty(tuple(int(s) for s in tensor.shape), dtype=tensor.dtype, device=device)
 
@@ -389,99 +354,33 @@ def _constants(forward: fx.GraphModule, twin: nn.Module) -> dict[str, torch.Tens
     return {n: b.detach() for n, b in forward.named_buffers() if n not in own}
 
 
-# ------------------------------------------------------------------ errors that say where
-
-
-def _tensor_attributes(twin: nn.Module) -> dict[str, int]:
-    """Ids of the tensors that live in attributes outside parameters and buffers."""
-    found: dict[str, int] = {}
-    for fqn, sub in twin.named_modules():
-        for name, value in sub.__dict__.items():
-            if name in ("_parameters", "_buffers", "_modules"):
+def _refuse_changed_constants(exported: Any) -> None:
+    """A tensor that is neither parameter nor buffer and changes in forward would start from its first value each call."""
+    constants = exported.graph_signature.inputs_to_lifted_tensor_constants
+    for node in exported.graph.nodes:
+        for source in compat.written_arguments(node):
+            name = constants.get(source.name)
+            if name is None:
                 continue
-            for where, tensor in _walk(value, name):
-                found[f"{fqn}.{where}" if fqn else where] = id(tensor)
-    return found
-
-
-def _refuse_stashed_tensors(twin: nn.Module, before: Mapping[str, int]) -> None:
-    for path, identity in _tensor_attributes(twin).items():
-        if before.get(path) != identity:
-            raise CaptureError(
-                f"forward stores a tensor in self.{path}, which a captured program cannot do: the tensor would be "
-                "stale after the first call. Return it from forward, or register_buffer it and update it in place"
+            path = name.removeprefix(_ROOT + ".")
+            known = "" if "lifted_tensor" in path else f" {path!r}"
+            raise Refusal(
+                f"forward changes a tensor{known} in place that is no registered buffer",
+                "Register it with register_buffer, so that the change is kept, saved and moved with the module",
+                where=source_line(node),
+                fqn=path.rpartition(".")[0] if known else None,
             )
 
 
-@contextlib.contextmanager
-def _explained(twin: nn.Module) -> Iterator[None]:
-    """Turns any failure of export or trace into a CaptureError with module FQN, source line and advice."""
-    names = {id(m): fqn for fqn, m in twin.named_modules()}
-    stack: list[nn.Module] = []
-
-    def enter(module: nn.Module, _: Any) -> None:
-        if id(module) in names:
-            stack.append(module)
-
-    def leave(module: nn.Module, _: Any, __: Any) -> None:
-        if stack and stack[-1] is module:
-            stack.pop()
-
-    pre = nn.modules.module.register_module_forward_pre_hook(enter)
-    post = nn.modules.module.register_module_forward_hook(leave)
-    try:
-        yield
-    except CaptureError:
-        raise
-    except Exception as error:
-        raise CaptureError(_explain(error, names.get(id(stack[-1])) if stack else None)) from error
-    finally:
-        pre.remove()
-        post.remove()
+def _refuse_nested_graphs(gm: fx.GraphModule) -> None:
+    """Operators that carry graphs of their own hide what happens inside from every pass."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and compat.is_higher_order(node.target):
+            raise Refusal(
+                f"forward uses the higher-order operator {node.target}, whose inner graphs the passes do not look into",
+                "Use torch.where, an ordinary attention function or an unrolled loop, or set Policy(fallback='eager')",
+                where=source_line(node),
+            )
 
 
-def _explain(error: Exception, fqn: str | None) -> str:
-    where = f"module {fqn!r}" if fqn else "the root module" if fqn == "" else "the model"
-    line = _user_line(error)
-    text = str(error).strip().splitlines()
-    first = text[0] if text else type(error).__name__
-    return (
-        f"cannot capture {where}{f' ({line})' if line else ''}: {type(error).__name__}: {first}\n"
-        f"{_advice(error)}"
-    )
-
-
-def _advice(error: Exception) -> str:
-    name = type(error).__name__
-    text = str(error)
-    if "DataDependent" in name or "data-dependent" in text.lower() or "Could not guard" in text:
-        return (
-            "The forward branches on the value of a tensor (for example `if x.sum() > 0` or `.item()`). Use torch.where or "
-            "torch.cond, move the decision out of forward, or set Policy(fallback='eager')"
-        )
-    return "Change that line so that torch.export can trace it, or set Policy(fallback='eager')"
-
-
-def _user_line(error: BaseException) -> str:
-    """``file:line`` of the innermost frame that belongs neither to torch nor to this package."""
-    torch_root = str(torch.__path__[0])
-    own = __file__
-    found = ""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        trace = current.__traceback__
-        while trace is not None:
-            name = trace.tb_frame.f_code.co_filename
-            inside = name.startswith((torch_root, "<")) or name == own or "hp_compile" in name
-            if not inside:
-                found = f"{name}:{trace.tb_lineno}"
-            trace = trace.tb_next
-        if found:
-            return found
-        current = current.__cause__ or current.__context__
-    return found
-
-
-__all__ = ["Captured", "OutputSpec", "TensorSpec", "capture", "fake_twin", "flatten_call"]
+__all__ = ["Captured", "OutputSpec", "SizeOutput", "capture"]

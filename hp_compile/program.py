@@ -19,7 +19,27 @@ from hp_compile.capture import Captured
 from hp_compile.lower import Lowered, lower
 from hp_compile.signature import Signature
 from hyper_parallel.policy import Policy
-from passes.base import OutputRole, TangentInput, UserInput, UserOutput, inputs, outputs
+from hyper_parallel.torch_compat import graph as compat
+from passes.base import (
+    InputUpdate,
+    OutputRole,
+    TangentInput,
+    UserInput,
+    UserOutput,
+    inputs,
+    outputs,
+)
+
+#: Shape of every flat tensor input of a call.
+Sizes = tuple[tuple[int, ...], ...]
+
+#: How many distinct sizes a program remembers as accepted or not.
+MAX_REMEMBERED_SIZES = 4096
+
+
+def sizes_of(tensors: Sequence[torch.Tensor]) -> Sizes:
+    """Shapes as a value."""
+    return tuple(tuple(t.shape) for t in tensors)
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,7 @@ class Program:
         policy: the policy.
         reshard: ``reshard_after_forward`` of every unit.
         gathered: whether gathers are in the graph (``False``: the runtime holds the weights unsharded).
+        traced: sizes of the flat tensor inputs that it was captured with.
     """
 
     captured: Captured
@@ -54,9 +75,11 @@ class Program:
     policy: Policy
     reshard: Mapping[str, bool | int]
     gathered: bool = True
+    traced: Sizes = ()
     _lowered: dict[Any, Lowered] = field(default_factory=dict)
     _backward: dict[Reduction, fx.GraphModule] = field(default_factory=dict)
-    _accepted: dict[tuple[tuple[int, ...], ...], bool] = field(default_factory=dict)
+    _plain: dict[Any, Lowered] = field(default_factory=dict)
+    _accepted: dict[Sizes, bool] = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
@@ -88,38 +111,85 @@ class Program:
             )
         return self._backward[reduction]
 
-    def run_forward(self, values: list[Any]) -> Sequence[Any]:
-        """Runs forward on values in placeholder order."""
-        return self._callable("forward", lambda: self.forward)(values)
+    def run_forward(self, values: list[Any], sizes: Sizes) -> Sequence[Any]:
+        """Runs forward.
 
-    def run_backward(self, reduction: Reduction, values: list[Any]) -> Sequence[Any]:
-        """Runs backward on saved values and tangents in placeholder order."""
-        return self._callable(reduction, lambda: self.backward(reduction))(values)
+        Args:
+            values: one value for each placeholder, in order; may be emptied.
+            sizes: sizes of the flat tensor inputs of the call.
+        """
+        return self._callable("forward", lambda: self.forward, sizes)(values)
 
-    def _callable(self, key: Any, build: Any) -> Lowered:
+    def run_backward(self, reduction: Reduction, values: list[Any], sizes: Sizes) -> Sequence[Any]:
+        """Runs backward.
+
+        Args:
+            reduction: the variant.
+            values: saved values and tangents in placeholder order; may be emptied.
+            sizes: sizes of the flat tensor inputs of the call.
+        """
+        return self._callable(reduction, lambda: self.backward(reduction), sizes)(values)
+
+    def _callable(self, key: Any, build: Any, sizes: Sizes) -> Lowered:
+        mode = self.captured.fake_mode
         if key not in self._lowered:
             gm = build()
             both = {"forward": self.forward, "backward": gm}
             pipeline.prove(both if isinstance(key, Reduction) else {"forward": gm})
-            self._lowered[key] = lower(
-                gm, backend=self.policy.backend, fake_mode=self.captured.fake_mode
-            )
-            self._accepted.clear()  # code generation may have added guards
+            guards = compat.number_of_guards(mode)
+            self._lowered[key] = lower(gm, backend=self.policy.backend, fake_mode=mode)
+            if guards != compat.number_of_guards(mode):  # code generation relies on more
+                self._accepted.clear()
+        if not self._fits(sizes):
+            # Code generated for other sizes, in between this call's accepts() and now, does not fit; the graph does.
+            if key not in self._plain:
+                self._plain[key] = lower(build(), backend="aot_eager", fake_mode=mode)
+            return self._plain[key]
         return self._lowered[key]
 
     # -------------------------------------------------------------- sizes
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the program is right for these sizes (and, where traced statically, exactly these)."""
-        sizes = tuple(tuple(t.shape) for t in tensors)
+        return self._fits(sizes_of(tensors))
+
+    def _fits(self, sizes: Sizes) -> bool:
         if sizes not in self._accepted:
-            self._accepted[sizes] = self._check(sizes)
+            if len(self._accepted) >= MAX_REMEMBERED_SIZES:
+                self._accepted.clear()
+            self._accepted[sizes] = compat.sizes_fit(
+                self.captured.fake_mode, self.captured.input_shapes, sizes
+            )
         return self._accepted[sizes]
 
-    def _check(self, sizes: tuple[tuple[int, ...], ...]) -> bool:
-        from hyper_parallel.torch_compat import graph as compat
+    def rebuild(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """The user's own output object.
 
-        return compat.sizes_fit(self.captured.fake_mode, self.captured.input_shapes, sizes)
+        Args:
+            flat: flat user outputs.
+            tensors: the flat tensor inputs of the call.
+        """
+        spec = self.captured.output
+        if not spec.has_sizes:
+            return spec.rebuild(flat)
+        mode, shapes = self.captured.fake_mode, self.captured.input_shapes
+        return spec.rebuild(flat, compat.bind_sizes(mode, shapes, sizes_of(tensors)))
+
+    @cached_property
+    def _changed_inputs(self) -> tuple[int, ...]:
+        return tuple(role.index for _, _, role in outputs(self.forward, InputUpdate))
+
+    def return_updates(self, given: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> None:
+        """Copies inputs that forward changed in place back to where the caller passed them.
+
+        Args:
+            given: the caller's flat tensors.
+            used: the same on the mesh's device and contiguous, as the program ran on them.
+        """
+        with torch.no_grad():
+            for index in self._changed_inputs:
+                if used[index] is not given[index]:
+                    given[index].copy_(used[index])
 
     @cached_property
     def used_inputs(self) -> tuple[int, ...]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,8 +14,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_compile import build, reduction
+from hp_compile.agree import Board, compare_ranks
+from hp_compile.cache import ProgramCache, module_state
 from hp_compile.convert import sync_replicas
-from hp_compile.program import Program
+from hp_compile.program import Program, Sizes, sizes_of
 from hp_compile.signature import Signature, flatten_call
 from hp_compile.state import ParamState
 from hp_compile.units import Units
@@ -43,11 +44,6 @@ from passes.base import (
 )
 
 log = logging.getLogger("hp_compile")
-
-#: Programs kept for one signature and mode; more distinct size patterns than this are captured with all dims dynamic.
-MAX_PROGRAMS = 8
-
-_COUNTER = itertools.count()
 
 #: Stands for a tensor among saved values; sizes and ``None`` (an LSTM saves some) are kept as they are.
 _TENSOR = object()
@@ -111,85 +107,81 @@ class Runtime:
         self.states = states
         self.device = device
         self.flags = Flags(reshard=build.reshard_map(policy, units), reduce_op=policy.reduce_op)
-        self.programs: dict[Any, list[Program]] = {}
+        self._cache = ProgramCache()
         self.unsharded: dict[str, torch.Tensor] | None = None
         self._versions: tuple[tuple[int, int], ...] = ()
         self.checked = False
         self.reductions: dict[Any, Any] = {}
-        self.index = next(_COUNTER)
+        self.board = Board(layout)
         self.weights_synced = not policy.sync_weights
         self._watch = ModelWatch(module, layout, states)
         self._hsdp_params: dict[str, HSDPParam] = {}
+
+    @property
+    def programs(self) -> Mapping[Any, Sequence[Program]]:
+        """Programs captured so far, by everything that selects them but sizes."""
+        return self._cache.by_key
 
     # -------------------------------------------------------------- choosing a program
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the user's forward as a program."""
-        self._prepare()
-        self._keep_or_drop_weights()
-        signature, tensors = flatten_call(args, kwargs)
-        tensors = [t if t.device == self.device else t.to(self.device) for t in tensors]
-        program = self.program(signature, tensors)
-        if not self.checked:
-            self._compare_ranks(program)
-        if not self.weights_synced:
-            self.sync_weights()
-        return self._run(program, tensors)
+        with outside_inference_mode():  # what is kept for later calls must serve training too
+            self._prepare()
+            self._keep_or_drop_weights()
+            program, given, tensors = self._program_of_call(args, kwargs)
+            if not self.checked:
+                self._compare_ranks(program)
+            if not self.weights_synced:
+                self.sync_weights()
+            result = self._run(program, tensors)
+            program.return_updates(given, tensors)
+        return result
+
+    def _program_of_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Program, list[torch.Tensor], list[torch.Tensor]]:
+        """The program, the caller's flat tensors, and the same on the mesh's device and contiguous."""
+        try:
+            signature, given = flatten_call(args, kwargs)
+            tensors = [t.to(self.device).contiguous() for t in given]
+            return self.program(signature, tensors), given, tensors
+        except Exception as error:
+            if not self.checked:
+                self.board.post_failure("program", error)
+            raise
 
     def program(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Program:
         """The program for a call, captured now if there is none that accepts its sizes."""
-        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         trainable = self._watch.trainable
-        grad = grad and (any(trainable) or any(t.requires_grad for t in tensors))
-        key = (
-            signature,
+        grad = torch.is_grad_enabled() and (any(trainable) or any(t.requires_grad for t in tensors))
+        mode = (
             grad,
             autocast_state(self.device),
             trainable if grad else (),
-            tuple(m.training for m in self._watch.modules),
             tuple(self.flags.reshard.items()),
             self.unsharded is None,
         )
-        known = self.programs.setdefault(key, [])
-        for program in known:
-            if program.accepts(tensors):
-                return program
-        program = self._capture(signature, tensors, grad, known)
-        known.append(program)
-        return program
 
-    def _capture(
-        self,
-        signature: Signature,
-        tensors: Sequence[torch.Tensor],
-        grad: bool,
-        known: Sequence[Program],
-    ) -> Program:
-        wide = len(known) >= 1 and self.policy.dynamic is not False
-        sizes = ", ".join("x".join(map(str, t.shape)) for t in tensors)
-        log.info("capturing program %d of this signature for sizes %s", len(known) + 1, sizes)
-        if len(known) >= MAX_PROGRAMS:
-            log.warning(
-                "captured %d programs for one input signature; latest sizes %s. Each takes compile time: pad inputs to "
-                "few sizes, or set Policy(dynamic=True)",
-                len(known) + 1,
-                sizes,
+        def capture(all_dims: bool) -> Program:
+            return build.build_program(
+                self.module,
+                signature,
+                tensors,
+                original_class=self.original_class,
+                layout=self.layout,
+                policy=self.policy,
+                plans=self.plans,
+                units=self.units,
+                reshard=self.flags.reshard,
+                device=self.device,
+                grad=grad,
+                all_dims=all_dims,
+                gathered=self.unsharded is None,
             )
-        return build.build_program(
-            self.module,
-            signature,
-            tensors,
-            original_class=self.original_class,
-            layout=self.layout,
-            policy=self.policy,
-            plans=self.plans,
-            units=self.units,
-            reshard=self.flags.reshard,
-            device=self.device,
-            grad=grad,
-            all_dims=wide,
-            gathered=self.unsharded is None,
-        )
+
+        state = module_state(self._watch.modules)
+        return self._cache.get(signature, tensors, mode, state, capture)
 
     # -------------------------------------------------------------- changes from outside
 
@@ -203,7 +195,7 @@ class Runtime:
         if change:
             self.plans = {fqn: state.plan for fqn, state in self.states.items()}
         if change is Change.PROGRAMS:
-            self.programs.clear()
+            self._cache.clear()
             self.reductions.clear()
             self.reshard()
             for state in self.states.values():
@@ -272,8 +264,6 @@ class Runtime:
         return tuple(versions(s.param) for s in self.states.values() if not s.plan.ignored)
 
     def _compare_ranks(self, program: Program) -> None:
-        from hp_compile.agree import compare_ranks
-
         compare_ranks(self, program)
         self.checked = True
 
@@ -283,10 +273,10 @@ class Runtime:
         if not program.trains:
             with torch.no_grad():
                 flat = self._forward(program, tensors)[0]
-            return program.captured.output.rebuild(flat)
+            return program.rebuild(flat, tensors)
         params = [s.param for s in self.states.values() if s.param.requires_grad]
         flat = _Call.apply(self, program, len(tensors), *tensors, *params)
-        return program.captured.output.rebuild(flat)
+        return program.rebuild(flat, tensors)
 
     def _forward(
         self, program: Program, tensors: Sequence[torch.Tensor]
@@ -303,7 +293,7 @@ class Runtime:
             else:
                 values.append(tensors[role.index].detach())
         with without_autocast(self.device):  # its casts are in the program already
-            results = program.run_forward(values)
+            results = program.run_forward(values, sizes_of(tensors))
         outputs: dict[int, torch.Tensor] = {}
         saved: list[Any] = []
         updates: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -313,7 +303,7 @@ class Runtime:
             elif isinstance(role, BufferUpdate):
                 updates.append((buffers[role.fqn], value))
             elif isinstance(role, InputUpdate):
-                updates.append((tensors[role.index], value))
+                updates.append((tensors[role.index].detach(), value))
             elif isinstance(role, SavedOutput):
                 saved.append(value)
         for target, value in updates:
@@ -340,6 +330,7 @@ class Runtime:
     def _backward(
         self,
         program: Program,
+        sizes: Sizes,
         saved: list[Any],
         tangents: Sequence[torch.Tensor | None],
         outputs: Sequence[_Like],
@@ -367,7 +358,7 @@ class Runtime:
                     tangent = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
                 values.append(_match_layout(tangent, traced))
         with without_autocast(self.device):
-            results = program.run_backward(choice.run, values)
+            results = program.run_backward(choice.run, values, sizes)
         grads: dict[str, torch.Tensor] = {}
         input_grads: dict[int, torch.Tensor] = {}
         for value, role in zip(results, output_node(gm).meta["roles"], strict=True):
@@ -382,6 +373,16 @@ class Runtime:
         if self.flags.last_backward or not keep:
             self.reshard()
         return grads, input_grads
+
+
+@contextlib.contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """Leaves inference mode, if it is on: tensors made inside it could never be saved for backward."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def autocast_state(device: torch.device) -> tuple[bool, torch.dtype]:
@@ -438,6 +439,7 @@ class _Call(torch.autograd.Function):
         flat, saved = runtime._forward(program, values[:num_inputs])
         ctx.set_materialize_grads(False)
         ctx.runtime, ctx.program, ctx.num_inputs = runtime, program, num_inputs
+        ctx.sizes = sizes_of(values[:num_inputs])
         ctx.outputs = [_Like(v.shape, v.dtype, v.device) for v in flat]
         ctx.saved = [_TENSOR if isinstance(v, torch.Tensor) else v for v in saved]
         ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
@@ -451,7 +453,9 @@ class _Call(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         runtime: Runtime = ctx.runtime
-        grads, input_grads = runtime._backward(ctx.program, _take_saved(ctx), tangents, ctx.outputs)
+        grads, input_grads = runtime._backward(
+            ctx.program, ctx.sizes, _take_saved(ctx), tangents, ctx.outputs
+        )
         by_input = [input_grads.get(i) for i in range(ctx.num_inputs)]
         by_param = [
             state.to_grad(grads[fqn]) if fqn in grads else None

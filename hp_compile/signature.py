@@ -7,11 +7,15 @@ sizes it accepts.
 from __future__ import annotations
 
 import dataclasses
+import enum
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.torch_compat.graph import pytree
@@ -28,23 +32,41 @@ class TensorSpec:
 
     def __str__(self) -> str:
         grad = ", grad" if self.requires_grad else ""
-        return f"{str(self.dtype).removeprefix('torch.')}[{self.ndim}d, {self.device}{grad}]"
+        return f"{str(self.dtype).removeprefix('torch.')}[{self.ndim}d{grad}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Signature:
     """Container tree and leaves of one call.
 
     Attributes:
-        tree: pytree structure of ``(args, kwargs)``.
+        tree: pytree structure of ``(args, kwargs)``; keywords are in alphabetical order.
         leaves: a :class:`TensorSpec` for a tensor, the value itself for anything else.
     """
 
     tree: Any
     leaves: tuple[Any, ...]
 
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(map(_identity, self.leaves))
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((str(self.tree), self._key))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Signature):
+            return NotImplemented
+        return self._key == other._key and bool(self.tree == other.tree)
+
     def __hash__(self) -> int:
-        return hash((str(self.tree), tuple(map(_hashable, self.leaves))))
+        return self._hash
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The leaves without the values of numbers: calls that differ in a changing number only agree here."""
+        return tuple(x if isinstance(x, TensorSpec) else type(x) for x in self.leaves)
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with ``tensors`` in place of the tensor leaves."""
@@ -64,45 +86,84 @@ class Signature:
         return [f"input {p}: {x}" for p, x in zip(paths, self.leaves, strict=True)]
 
 
-def _hashable(leaf: Any) -> Any:
-    try:
-        hash(leaf)
-    except TypeError:
-        return repr(leaf)
-    return leaf
+def _identity(leaf: Any) -> Any:
+    """A hashable value that is equal for equal leaves only: 1, 1.0 and True differ, NaN equals itself."""
+    if isinstance(leaf, TensorSpec):
+        return leaf
+    if isinstance(leaf, float | complex):
+        return type(leaf), repr(leaf)
+    return type(leaf), leaf
 
 
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    enum.Enum,
+    range,
+    type,
+    type(Ellipsis),
+    types.FunctionType,
+    types.BuiltinFunctionType,
+)
+
+
+def flatten_tree(value: object) -> tuple[list[Any], Any]:
+    """Flattens nested containers; dataclasses that nobody registered are registered on the way.
+
+    Args:
+        value: tensors and constants in containers.
+
+    Returns:
+        ``(leaves, tree)``.
+    """
+    while True:
+        leaves, tree = pytree.tree_flatten(value)
+        unknown = {
+            type(x) for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type)
+        }
+        if not unknown:
+            return leaves, tree
+        for cls in unknown:
+            torch.export.register_dataclass(cls)
 
 
 def flatten_call(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Signature, list[torch.Tensor]]:
-    """Splits a call into its signature and its flat tensors.
+    """Splits a call into its signature and its flat tensors; the order of keywords does not matter.
 
     Raises:
-        CaptureError: an argument is neither a tensor, a constant nor a container of those.
+        CaptureError: an argument is neither a plain tensor, a constant nor a container of those.
     """
-    while True:
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        unknown = {
-            type(x) for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type)
-        }
-        if not unknown:
-            break
-        for cls in unknown:
-            torch.export.register_dataclass(cls)
+    leaves, tree = flatten_tree((args, dict(sorted(kwargs.items()))))
+    grad = torch.is_grad_enabled()
     tensors: list[torch.Tensor] = []
     spec: list[Any] = []
     for leaf in leaves:
+        if isinstance(leaf, DTensor):
+            raise CaptureError(
+                "forward got a DTensor; inputs are this rank's own plain tensors: pass to_local() of a batch that is sharded "
+                "over the batch dims, or full_tensor()"
+            )
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
-            spec.append(TensorSpec(leaf.dtype, leaf.dim(), leaf.device.type, leaf.requires_grad))
-        elif isinstance(leaf, _CONSTANTS) or (hasattr(leaf, "__hash__") and callable(leaf)):
+            wants_grad = leaf.requires_grad and grad
+            spec.append(TensorSpec(leaf.dtype, leaf.dim(), leaf.device.type, wants_grad))
+        elif isinstance(leaf, _CONSTANTS):
             spec.append(leaf)
         else:
             raise CaptureError(
                 f"forward got an argument of type {type(leaf).__name__}, which is neither a tensor, a constant (None, "
-                "bool, number, str, dtype) nor a known container; pass tensors in tuples, lists, dicts or dataclasses"
+                "bool, number, str, dtype, function) nor a known container; pass tensors in tuples, lists, dicts, named "
+                "tuples or dataclasses"
             )
     return Signature(tree, tuple(spec)), tensors

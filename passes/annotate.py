@@ -42,6 +42,7 @@ def annotate(
     params: Mapping[str, ParamPlan],
     units: Mapping[str, str],
     unit_order: tuple[str, ...],
+    updates: Mapping[int, str] | None = None,
     prefix: str = "module.",
 ) -> fx.GraphModule:
     """Attaches roles, parameter plans and units.
@@ -52,6 +53,7 @@ def annotate(
         params: plan of every parameter, in registration order.
         units: unit of every parameter.
         unit_order: unit names in registration order.
+        updates: plain outputs that are the new value of a buffer, by index.
         prefix: what capture put before the FQNs of the user's module.
 
     Raises:
@@ -67,10 +69,11 @@ def annotate(
     out = output_node(gm)
     roles: list[OutputRole] = []
     flat = list(out.args[0])  # type: ignore[arg-type]
-    for node, desc in zip(flat, out.meta["desc"], strict=True):
-        roles.append(_output_role(desc, prefix) if desc is not None else NoGrad())
-        if isinstance(node, fx.Node) and node.op == "placeholder":
-            continue
+    for _, desc in zip(flat, out.meta["desc"], strict=True):
+        role = _output_role(desc, prefix) if desc is not None else NoGrad()
+        if isinstance(role, UserOutput) and role.index in (updates or {}):
+            role = BufferUpdate((updates or {})[role.index])
+        roles.append(role)
     out.meta["roles"] = tuple(roles)
     program = ProgramInfo(
         layout=layout,

@@ -13,9 +13,11 @@ import torch
 import torch.utils.checkpoint as checkpointing
 from torch import fx, nn
 from torch._guards import TracingContext, tracing
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.utils import _pytree as pytree
@@ -23,19 +25,25 @@ from torch.utils import _pytree as pytree
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "bind_sizes",
     "boxed_forward",
     "checkpoint_region",
     "fake_mode",
     "fake_parameter",
+    "is_backed",
     "is_fake",
+    "is_higher_order",
     "joint_trace",
     "mark_checkpoint_regions",
     "min_cut_partition",
+    "number_of_guards",
     "preserve_node_meta",
     "pytree",
+    "refuse_autograd_functions",
     "release_saved_tensors",
     "sizes_fit",
     "tracing_context",
+    "written_arguments",
 ]
 
 _REGION = "hyper_parallel_checkpoint_region"
@@ -183,6 +191,116 @@ def mark_checkpoint_regions() -> Iterator[None]:
             setattr(checkpointing, name, value)
 
 
+@contextlib.contextmanager
+def refuse_autograd_functions(refuse: Callable[[type, tuple[Any, ...]], None]) -> Iterator[None]:
+    """While active, ``refuse(cls, args)`` is called before a ``torch.autograd.Function`` runs.
+
+    ``Function.apply`` ends in ``super().apply``, which also sees a bound ``apply`` that was stored earlier.
+
+    Args:
+        refuse: raises to stop the call.
+    """
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        refuse(cls, args)
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[misc]
+
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+def is_higher_order(target: object) -> bool:
+    """True for an operator that takes graphs as arguments (``torch.cond``, flex attention, ...)."""
+    return isinstance(target, HigherOrderOperator)
+
+
+def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
+    """Placeholders whose memory an operator of an exported graph writes, directly or through views."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return
+    for value, argument in zip(node.args, schema.arguments, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            source = _base_of(value)
+            if source is not None and source.op == "placeholder":
+                yield source
+
+
+def _base_of(value: Any) -> fx.Node | None:
+    """Follows views to the node that owns the memory."""
+    while isinstance(value, fx.Node) and value.op == "call_function":
+        schema = getattr(value.target, "_schema", None)
+        if schema is None:
+            return value
+        viewed = [
+            v
+            for v, a in zip(value.args, schema.arguments, strict=False)
+            if a.alias_info is not None
+        ]
+        if not viewed:
+            return value
+        value = viewed[0]
+    return value if isinstance(value, fx.Node) else None
+
+
+def is_backed(number: Any) -> bool:
+    """True for a symbolic number that depends on input sizes only, not on the values of tensors."""
+    return not free_unbacked_symbols(number)
+
+
+def bind_sizes(
+    mode: FakeTensorMode,
+    shapes: Sequence[Sequence[Any]],
+    sizes: Sequence[Sequence[int]],
+) -> dict[Any, int] | None:
+    """Values of the size symbols for concrete sizes, or ``None`` when the sizes do not have the traced form.
+
+    A traced dim is a number, a symbol, or an expression of symbols (``4*s0`` when forward needs a multiple of 4); symbols
+    that stand in expressions only are solved for.
+
+    Args:
+        mode: the program's fake mode.
+        shapes: traced shape of every input: ints and symbols.
+        sizes: shape of every input of the call.
+    """
+    bound: dict[Any, int] = {}
+    derived: list[tuple[Any, int]] = []
+    for traced, concrete in zip(shapes, sizes, strict=True):
+        if len(traced) != len(concrete):
+            return None
+        for dim, size in zip(traced, concrete, strict=True):
+            expression = dim.node.expr if isinstance(dim, torch.SymInt) else dim
+            if getattr(expression, "is_Symbol", False):
+                if bound.setdefault(expression, size) != size:
+                    return None
+            elif getattr(expression, "free_symbols", None):
+                derived.append((expression, size))
+            elif int(expression) != size:
+                return None
+    for _ in range(len(derived) + 1):
+        for expression, size in derived:
+            unknown = [s for s in expression.free_symbols if s not in bound]
+            if len(unknown) == 1:
+                value = _solve(expression.xreplace(bound), unknown[0], size)
+                if value is None:
+                    return None
+                bound[unknown[0]] = value
+    return bound if all(e.xreplace(bound) == size for e, size in derived) else None
+
+
+def _solve(expression: Any, symbol: Any, size: int) -> int | None:
+    """The whole number that makes a linear expression equal ``size``."""
+    constant = expression.xreplace({symbol: 0})
+    slope = expression.xreplace({symbol: 1}) - constant
+    if not (constant.is_Integer and getattr(slope, "is_Integer", False) and slope != 0):
+        return None
+    value, rest = divmod(size - int(constant), int(slope))
+    return value if rest == 0 and expression.xreplace({symbol: value}) == size else None
+
+
 def sizes_fit(
     mode: FakeTensorMode,
     shapes: Sequence[Sequence[Any]],
@@ -195,42 +313,23 @@ def sizes_fit(
         shapes: traced shape of every input: ints and symbols.
         sizes: shape of every input of the call.
     """
+    bound = bind_sizes(mode, shapes, sizes)
     env = mode.shape_env
-    bound: dict[Any, int] = {}
-    derived: list[tuple[Any, int]] = []
-    for traced, concrete in zip(shapes, sizes, strict=True):
-        if len(traced) != len(concrete):
-            return False
-        for dim, size in zip(traced, concrete, strict=True):
-            if not isinstance(dim, torch.SymInt):
-                if int(dim) != size:
-                    return False
-                continue
-            expression = dim.node.expr
-            if expression.is_Symbol:
-                if bound.setdefault(expression, size) != size:
-                    return False
-            elif expression.is_number:
-                if int(expression) != size:
-                    return False
-            else:
-                derived.append((expression, size))
-    assert env is not None
+    if bound is None or env is None:
+        return False
     for symbol, size in bound.items():
         allowed = env.var_to_range.get(symbol)
         if allowed is not None and not (allowed.lower <= size <= allowed.upper):
             return False
-    if any(expression.xreplace(bound) != size for expression, size in derived):
-        return False
-    return all(_holds(guard.expr, bound) for guard in env.guards)
+    return all(_holds(env.replace(guard.expr), bound) for guard in env.guards)
+
+
+def number_of_guards(mode: FakeTensorMode) -> int:
+    """How many guards tracing and code generation have put on the sizes so far."""
+    return len(mode.shape_env.guards) if mode.shape_env is not None else 0
 
 
 def _holds(expression: Any, bound: Mapping[Any, int]) -> bool:
-    """A guard on symbols that no input binds is about an intermediate and always true for bound inputs."""
+    """A guard that still has symbols is about the values of tensors, which no input size decides."""
     value = expression.xreplace(dict(bound))
-    return (
-        bool(value)
-        if value in (True, False)
-        or (getattr(value, "is_Boolean", False) and not value.free_symbols)
-        else True
-    )
+    return bool(value) if value in (True, False) else bool(value.free_symbols)
