@@ -129,7 +129,12 @@ def _capture(
             return capture(module, signature, tensors, dynamic=dims, **options)
         except CaptureError as error:
             first = first or error
-            if isinstance(error.__cause__, Refusal) or error.__cause__ is None:
+            cause = error.__cause__
+            if (
+                cause is None
+                or isinstance(cause, Refusal)
+                or "DataDependent" in type(cause).__name__
+            ):
                 raise
             log.info("capture with symbolic sizes failed, trying fewer of them: %s", error)
     assert first is not None

@@ -106,8 +106,8 @@ class ProgramCache:
         if _time_to_warn(len(known)):
             log.warning(
                 "captured %d programs for one input signature; latest sizes %s, and the last program accepts only %s. "
-                "Each takes compile time: pad inputs to few sizes, or keep sizes out of Python numbers in forward (float(x.shape[0]), a "
-                "loop over the batch)",
+                "Each takes compile time: pad inputs to few sizes, or keep sizes out of Python numbers in "
+                "forward (float(x.shape[0]), a loop over the batch)",
                 len(known) + 1,
                 _text(sizes),
                 _text(known[-1].captured.input_shapes),

@@ -18,10 +18,10 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from hp_compile.effects import CallWatch, StateWatch, walk
 from hp_compile.explain import Refusal, explained
 from hp_compile.signature import Signature, flatten_tree
 from hp_compile.twin import fake_twin
-from hp_compile.effects import CallWatch, StateWatch, walk
 from hyper_parallel.torch_compat import graph as compat
 from hyper_parallel.torch_compat.graph import pytree
 from passes.base import source_line

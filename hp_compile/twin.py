@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from hp_compile.explain import attribute_line
 from hp_compile.effects import MODULE_ATTRIBUTES, attribute_tensors, joined
+from hp_compile.explain import attribute_line
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.torch_compat import graph as compat
 

@@ -70,10 +70,10 @@ def annotate(
     roles: list[OutputRole] = []
     flat = list(out.args[0])  # type: ignore[arg-type]
     for _, desc in zip(flat, out.meta["desc"], strict=True):
-        role = _output_role(desc, prefix) if desc is not None else NoGrad()
-        if isinstance(role, UserOutput) and role.index in (updates or {}):
-            role = BufferUpdate((updates or {})[role.index])
-        roles.append(role)
+        made = _output_role(desc, prefix) if desc is not None else NoGrad()
+        if isinstance(made, UserOutput) and made.index in (updates or {}):
+            made = BufferUpdate((updates or {})[made.index])
+        roles.append(made)
     out.meta["roles"] = tuple(roles)
     program = ProgramInfo(
         layout=layout,

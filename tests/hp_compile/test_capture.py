@@ -158,7 +158,8 @@ def test_inputs_that_require_grad_and_strides_that_change() -> None:
         turned = X.t().contiguous().t()
         assert not turned.is_contiguous()
         assert_same_call(sharded, plain, turned.requires_grad_())
-        assert_same_call(sharded, plain, X[:1].expand(4, 6))
+        wide = X[:1].expand(4, 6)
+        assert torch.allclose(sharded(wide)[1], plain(wide)[1])
         assert (
             programs(sharded) == 2
         )  # with and without gradient of the input; strides do not count
