@@ -1,7 +1,9 @@
 """Units: which parameters are gathered and reduced together.
 
 ``"auto"`` takes repeated blocks: the children of an ``nn.ModuleList`` or ``nn.Sequential`` that has at least two children
-of one class with parameters. The outermost such containers count; what no block owns belongs to the root unit.
+of one class with parameters, or of an ``nn.ModuleDict`` whose children are all of one class. The outermost such containers
+count; what no block owns belongs to the root unit. A glob names modules by FQN (``"layers.*"``): of the modules that one glob
+matches the outermost are units, so their submodules stay with them.
 """
 
 from __future__ import annotations
@@ -60,15 +62,23 @@ def _repeated_blocks(module: nn.Module) -> list[str]:
             (n, c) for n, c in parent.named_children() if next(c.parameters(), None) is not None
         ]
         if isinstance(parent, nn.ModuleList | nn.Sequential):
-            common = Counter(type(c) for _, c in children).most_common(1)
-            if common and common[0][1] >= 2:
+            if _repeats(children) >= 2:
                 found.extend(prefix + n for n, _ in children)
                 return
+        elif isinstance(parent, nn.ModuleDict) and len(children) == _repeats(children) >= 2:
+            found.extend(prefix + n for n, _ in children)
+            return
         for name, child in children:
             visit(f"{prefix}{name}.", child)
 
     visit("", module)
     return found
+
+
+def _repeats(children: Sequence[tuple[str, nn.Module]]) -> int:
+    """How many children have the most frequent class."""
+    common = Counter(type(child) for _, child in children).most_common(1)
+    return common[0][1] if common else 0
 
 
 def _matching(module: nn.Module, globs: Sequence[str]) -> list[str]:
@@ -83,5 +93,5 @@ def _matching(module: nn.Module, globs: Sequence[str]) -> list[str]:
                 f"policy.units: {glob!r} matches no module with parameters; modules are {close}"
                 f"{', …' if len(names) > 8 else ''}"
             )
-        chosen.update(hits)
+        chosen.update(h for h in hits if not any(h.startswith(o + ".") for o in hits))
     return [n for n in names if n in chosen]
