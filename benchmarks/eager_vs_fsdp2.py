@@ -32,8 +32,8 @@ from tests.count_collectives import count_collectives
 from tests.models import LMConfig, TransformerLM, build, lm_batch, lm_loss
 
 MARK_BEGIN, MARK_END = "<!-- table: begin -->", "<!-- table: end -->"
-BATCH, LENGTH = 4, 64
-CONFIG = LMConfig(dim=256, heads=4, hidden=704, blocks=4, vocab=2048, max_length=LENGTH)
+BATCH, LENGTH = 2, 32
+CONFIG = LMConfig(dim=128, heads=4, hidden=352, blocks=4, vocab=512, max_length=LENGTH)
 
 
 def make(apply: Callable[..., Any], mesh: Any, device: str, **settings: Any) -> nn.Module:
@@ -165,7 +165,7 @@ state, collectives as all-gather/reduce-scatter/all-reduce, MiB sent by one rank
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=22)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--write", type=Path, help="replace the table between the marks of a file")
     options = parser.parse_args()

@@ -560,6 +560,11 @@ class HSDPParam:
         self.extension = GatherExtension.of(self)
         self._drop_stale_unsharded()
 
+    def refresh_extension(self) -> None:
+        """Looks for an all-gather extension again: one may be patched in after init."""
+        if self._unsharded_param is None:
+            self.extension = GatherExtension.of(self)
+
     @torch.no_grad()
     def sync_weights(self) -> None:
         """Broadcasts the slice from the first rank of the unsharded group."""

@@ -493,6 +493,7 @@ class UnitState:
         for param in self.params:
             if not param.is_registered():
                 param.reset_sharded_param()
+            param.refresh_extension()
         meta = [param.fqn for param in self.params if param.local_tensor.is_meta]
         if meta:
             raise ShardedStateError(
