@@ -218,6 +218,7 @@ class ShardedModule:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``to_empty`` and friends; tied parameters stay tied and shards get their padding back."""
+        self._hp_runtime.forget_exact_gradients()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         self._hp_runtime.after_apply()
         return result

@@ -198,8 +198,7 @@ class Runtime:
             self._cache.clear()
             self.reductions.clear()
             self.reshard()
-            for state in self.states.values():
-                state.exact = None  # it holds autograd's node for the old dtype
+            self.forget_exact_gradients()
         return self.plans
 
     def _prepare(self) -> None:
@@ -207,6 +206,11 @@ class Runtime:
         self.current_plans()
         if not self._watch.ready:
             self._watch.check_ready()
+
+    def forget_exact_gradients(self) -> None:
+        """Lets autograd's nodes and weak references go, which belong to the old dtype and forbid swapping a parameter."""
+        for state in self.states.values():
+            state.exact = None
 
     def after_apply(self) -> None:
         """Makes one parameter of what ``to`` or ``to_empty`` may have untied, and gives shards their padding back."""

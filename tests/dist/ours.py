@@ -63,4 +63,6 @@ def train_ours(
     def before_micro(last: bool) -> None:
         model.set_requires_gradient_sync(last or options.sync_every_micro)
 
-    return train(model, functools.partial(case.batch, rank), case.loss, options, before_micro=before_micro)
+    return train(
+        model, functools.partial(case.batch, rank), case.loss, options, before_micro=before_micro
+    )

@@ -369,6 +369,24 @@ def late_changes(rank: int, world_size: int) -> None:
     assert_close(model, plain, "double", 1e-12)
 
 
+def cast_after_a_step(rank: int, world_size: int) -> None:
+    """bf16 gradients reduced in fp32 hold on to autograd's nodes, which must not forbid a cast."""
+    case = CASES["uneven"]
+    policy = hp_compile.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    model = shard(case.make().bfloat16(), (2,), mp_policy=policy)
+    inputs, targets = case.batch(rank, 0)
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        model.to(dtype)  # with and without gradients
+        if dtype == torch.float32:
+            model.zero_grad()
+        case.loss(model(inputs.to(dtype)), targets).backward()
+        assert all(p.dtype == p.grad.dtype == dtype for p in model.parameters())
+
+
+def test_casts_after_a_step() -> None:
+    run_ranks(cast_after_a_step, 2)
+
+
 def test_parameters_frozen_unfrozen_and_cast_after_shard() -> None:
     run_ranks(late_changes, 4)
 
