@@ -54,6 +54,9 @@ def partition(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     input_roles = {n.name: n.meta["role"] for n in gm.graph.nodes if n.op == "placeholder"}
     _tag_checkpoint_regions(gm)
     forward, backward = compat.min_cut_partition(gm, num_fwd_outputs=len(forward_roles))
+    remove_dead(backward)
+    _drop_unused_saved(forward, backward, len(forward_roles))
+    remove_dead(forward)
     saved = _saved_names(forward, len(forward_roles))
     _assign_inputs(forward, input_roles, {})
     _assign_inputs(backward, input_roles, {name: i for i, name in enumerate(saved)})
@@ -64,10 +67,22 @@ def partition(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     output_node(backward).meta["roles"] = tuple(roles[len(forward_roles) :])
     for half, stage in ((forward, "forward"), (backward, "backward")):
         set_info(half, program)
-        remove_dead(half)
         finish(half, "partition", stage=stage)
     set_info(backward, info(backward).with_facts(forward=Other(forward)))
     return forward, backward
+
+
+def _drop_unused_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:
+    """Unpairs saved values that backward does not read: they would only hold memory."""
+    unused = {n.name for n in backward.graph.nodes if n.op == "placeholder" and not n.users}
+    out = output_node(forward)
+    flat: Any = out.args[0]
+    dropped = {node.name for node in flat[num_outputs:] if node.name in unused}
+    kept = [node for node in flat[num_outputs:] if node.name not in dropped]
+    out.args = ((*flat[:num_outputs], *kept),)
+    for node in list(backward.graph.nodes):
+        if node.op == "placeholder" and node.name in dropped:
+            backward.graph.erase_node(node)
 
 
 def _saved_names(forward: fx.GraphModule, num_outputs: int) -> list[str]:
