@@ -97,7 +97,8 @@ def build_program(
         decompositions=decompositions(policy.backend),
         ignored=frozenset(id(by_name[fqn]) for fqn, plan in plans.items() if plan.ignored),
     )
-    captured = _capture(module, signature, tensors, policy.dynamic, all_dims, options)
+    with compat.fast_tracing():
+        captured = _capture(module, signature, tensors, policy.dynamic, all_dims, options)
     steps = pipeline.capture_steps(
         layout=layout,
         params=plans,
