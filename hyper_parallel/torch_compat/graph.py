@@ -172,7 +172,7 @@ def release_saved_tensors(ctx: Any) -> None:
 
 @contextlib.contextmanager
 def fast_tracing() -> Iterator[None]:
-    """Makes tracing with symbolic sizes about a third faster while active; results are the same.
+    """Makes tracing with symbolic sizes cheaper while active; results are the same.
 
     Every fake tensor computes sizes, strides and contiguity from the same few expressions, so arithmetic on symbols is
     remembered. A trace also allocates many long-lived objects, which the garbage collector would visit again and again.
