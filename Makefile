@@ -17,7 +17,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONPATH := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean distclean
+.PHONY: help setup demo test lint format mutants bench clean distclean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ lint: $(STAMP)  ## check style and types
 format: $(STAMP)  ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+mutants: $(STAMP)  ## damage programs in many ways, and renew the table of what the verifier sees
+	$(BIN)/python tools/mutation_score.py --write $(ARGS)
 
 bench: $(STAMP)  ## time a training step against PyTorch's own fully_shard
 	$(BIN)/python benchmarks/step.py $(ARGS)

@@ -25,9 +25,12 @@ from torch import fx
 
 from hyper_parallel.errors import VerificationError
 from passes.base import SavedOutput, info, outputs
+from passes.origin import is_random
 from passes.verify.checks import check_outputs
 from passes.verify.expected import check_plan
-from passes.verify.interpret import Interpreter, Value
+from passes.verify.interpret import Interpreter
+from passes.verify.report import error
+from passes.verify.values import Value
 
 __all__ = ["verify_against", "verify_programs", "verify_stage"]
 
@@ -49,6 +52,8 @@ def verify_programs(graphs: Mapping[str, fx.GraphModule]) -> None:
         saved = _verify(graphs["forward"], None)
     for name, gm in graphs.items():
         if name != "forward":
+            if "forward" in graphs:
+                _check_random(graphs["forward"], gm)
             _verify(gm, saved)
 
 
@@ -86,6 +91,7 @@ def verify_stage(gm: fx.GraphModule) -> None:
     forward = program.facts.get("forward")
     if program.stage == "backward" and forward is not None:
         saved = _verify(forward.program, None)
+        _check_random(forward.program, gm)
     _verify(gm, saved)
 
 
@@ -106,6 +112,19 @@ def _verify(gm: fx.GraphModule, saved: Sequence[Value] | None) -> list[Value]:
         if node is not None
     }
     return [found[index] for index in sorted(found)]
+
+
+def _check_random(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """A random operator of forward that backward runs again draws other numbers."""
+    drawn = {n.meta["random"] for n in forward.graph.nodes if "random" in n.meta and is_random(n)}
+    for node in backward.graph.nodes:
+        if is_random(node) and node.meta.get("random") in drawn:
+            raise error(
+                f"{node.name}: a random operator of forward is run again in backward, so the two do not agree",
+                node=node,
+                expected="its result is saved by forward",
+                cause="the partitioner was told to recompute it",
+            )
 
 
 def _same_plan(gm: fx.GraphModule, other: fx.GraphModule) -> None:

@@ -8,8 +8,9 @@ from torch.distributed.tensor import Replicate
 
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
-from passes.verify.packing import Column, Grid, Pack, Run, ShardAt, concat, whole
+from passes.verify.packing import Column, Grid, Pack, Run, concat, whole
 from passes.verify.report import error
+from passes.verify.sources import ShardAt
 
 
 def full_parameter(plan: ParamPlan) -> Pack:

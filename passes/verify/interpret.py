@@ -12,7 +12,7 @@ States per mesh axis, join ``R < S < V``: **R** equal on all ranks, **S** each r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,54 +40,29 @@ from passes.base import (
     info,
 )
 from passes.origin import COPIES, Origin, digest, input_digest, is_random
+from passes.verify.compare import Mismatch, match
 from passes.verify.expected import full_parameter
 from passes.verify.movement import MOVES, move, static_shape
-from passes.verify.packing import (
+from passes.verify.packing import Pack, whole
+from passes.verify.report import dtype_name, error, some
+from passes.verify.sources import (
     Cast,
-    Mismatch,
-    Pack,
-    Scattered,
     Shard,
     ShardAt,
     Slice,
     Term,
     Whole,
-    match,
-    whole,
+    bottom_of,
+    shard_fqn,
+    source_name,
 )
-from passes.verify.report import dtype_name, error, some
 from passes.verify.transfer import Group, gather, group_of, reduce, scatter, slice_of
+from passes.verify.values import Value
 
 SHARD_SLICE = torch.ops.hyper_parallel.shard_slice.default
 PACKED_PURPOSES = frozenset({"unshard", "reduce_grad", "replicate_grad"})
 _WEIGHT_COPIES = COPIES | {convert, aten._to_copy.default}
 _ORDER = "RSV"
-
-
-@dataclass(frozen=True)
-class Value:
-    """What is known about one node.
-
-    Attributes:
-        digest: name of a computed value; ``None`` while packed.
-        state: R, S or V on every axis of the interpreter.
-        pack: elements of a packed value, and of a parameter that was gathered.
-        parts: of a split packed value.
-        weight: FQN of the gathered parameter of which this is the whole, a view or a cast.
-        pending: the collective that has not been waited for.
-    """
-
-    digest: str | None
-    state: tuple[str, ...]
-    pack: Pack | None = None
-    parts: tuple[Pack, ...] | None = None
-    weight: str | None = None
-    pending: fx.Node | None = None
-
-    @property
-    def packed(self) -> bool:
-        """Whether only data movement may read it."""
-        return self.digest is None
 
 
 class Interpreter:
@@ -480,37 +455,3 @@ def _param_digest(fqn: str) -> str:
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-
-
-def bottom_of(source: Any) -> Any:
-    """The source under all casts, scales and all-reduces."""
-    while hasattr(source, "of"):
-        source = source.of
-    return source
-
-
-def shard_fqn(source: Any) -> str | None:
-    """The parameter of a shard, a gathered shard, or a slice of a gathered buffer (its first)."""
-    bottom = bottom_of(source)
-    if isinstance(bottom, Slice):
-        return next((f for s in bottom.whole.sources() if (f := shard_fqn(s))), None)
-    return getattr(bottom, "fqn", None)
-
-
-def source_name(source: Any) -> str:
-    """A source in words."""
-    bottom = bottom_of(source)
-    if isinstance(bottom, Shard):
-        return f"the shard of {bottom.fqn}"
-    if isinstance(bottom, ShardAt):
-        return f"{bottom.fqn} of rank {bottom.index}"
-    if isinstance(bottom, Whole):
-        return f"{bottom.fqn} in storage dtype"
-    if isinstance(bottom, Slice):
-        return f"a slice of {shard_fqn(bottom)}"
-    if isinstance(bottom, Scattered):
-        return f"the result of {bottom.node.name}"
-    return "a computed value"
-
-
-__all__ = ["Interpreter", "Value", "bottom_of", "source_name"]

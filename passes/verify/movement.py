@@ -11,7 +11,8 @@ from torch import fx
 
 from passes.base import aten, convert
 from passes.origin import COPIES
-from passes.verify.packing import Cast, Pack, Scale, concat, pad, whole
+from passes.verify.packing import Pack, concat, pad, whole
+from passes.verify.sources import Cast, Scale
 
 Packs = Pack | tuple[Pack, ...]
 Get = Callable[[fx.Node], Any]

@@ -12,17 +12,9 @@ from torch import fx
 
 from hyper_parallel.plan import ParamPlan
 from passes.base import COLLECTIVES, GATHER, SCATTER, Comm, ProgramInfo
-from passes.verify.packing import (
-    Pack,
-    Reduced,
-    Run,
-    Scattered,
-    Shard,
-    ShardAt,
-    Slice,
-    Term,
-)
+from passes.verify.packing import Pack, Run
 from passes.verify.report import error
+from passes.verify.sources import Reduced, Scattered, Shard, ShardAt, Slice, Term, bottom_of
 
 if TYPE_CHECKING:
     from passes.verify.interpret import Interpreter
@@ -121,7 +113,7 @@ def gather(node: fx.Node, pack: Pack, group: Group, interpreter: Interpreter) ->
     """S → R: the shards of all ranks of the group, one rank after the other."""
     program = interpreter.program
     for source in pack.sources():
-        bottom = _bottom(source)
+        bottom = bottom_of(source)
         if isinstance(bottom, Shard) and not group.inner:
             plan = program.params[bottom.fqn]
             _check_wire(node, plan, source, interpreter)
@@ -164,12 +156,6 @@ def _check_wire(node: fx.Node, plan: ParamPlan, source: Any, interpreter: Interp
         )
 
 
-def _bottom(source: Any) -> Any:
-    while hasattr(source, "of"):
-        source = source.of
-    return source
-
-
 def _at(rank: int, source: Any) -> Any:
     """The source as rank ``rank`` holds it."""
     if isinstance(source, Shard):
@@ -205,7 +191,7 @@ def slice_of(node: fx.Node, pack: Pack, program: ProgramInfo) -> Pack:
             found=f"{parts} parts on {name!r}",
             expected=f"as many parts as the group has ranks, of ({program.layout.describe()})",
         )
-    bottoms = [_bottom(s) for s in pack.sources()]
+    bottoms = [bottom_of(s) for s in pack.sources()]
     if not isinstance(parts, int) or not all(isinstance(b, ShardAt) for b in bottoms):
         raise error(f"{node.name}: slices what has not been gathered", node=node)
     source = Slice(pack, parts, str(name))
