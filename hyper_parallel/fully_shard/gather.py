@@ -20,6 +20,7 @@ from torch import Tensor
 from hyper_parallel.errors import UnusedParameterError
 from hyper_parallel.fully_shard.param import HSDPParam, ShardedState
 from hyper_parallel.fully_shard.streams import Streams
+from hyper_parallel.fully_shard.unused import moves_data
 from hyper_parallel.groups import GroupInfo
 from hyper_parallel.torch_compat.eager import (
     all_gather_flat,
@@ -157,7 +158,7 @@ class PendingGather:
                 f"the all-gather of unit {self._label.describe()} failed: {error}. If the ranks do "
                 f"not run the same units in the same order, make them"
             ) from error
-        if not streams.real:
+        if not streams.real and moves_data(self._label.param.gather_group_info):
             self._label.check(self._buffer)
 
     def _copy_out(self, outputs: list[Tensor], ranks: int) -> None:

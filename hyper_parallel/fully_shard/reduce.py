@@ -25,7 +25,7 @@ from hyper_parallel.fully_shard.param import HSDPParam
 from hyper_parallel.fully_shard.partial import sum_partial_gradients
 from hyper_parallel.fully_shard.scale import Scale
 from hyper_parallel.fully_shard.streams import Streams
-from hyper_parallel.fully_shard.unused import check_missing
+from hyper_parallel.fully_shard.unused import check_missing, moves_data
 from hyper_parallel.groups import GroupInfo
 from hyper_parallel.torch_compat.eager import chunk_cat, reduce_scatter_flat
 
@@ -103,8 +103,8 @@ class ReduceBucket:
 
     @property
     def communicates(self) -> bool:
-        """Whether another rank takes part."""
-        return self.sharded.rank_size > 1 or self.unsharded.rank_size > 1
+        """Whether another rank takes part, with data that is really sent."""
+        return moves_data(self.sharded) or moves_data(self.unsharded)
 
 
 def reduce_buckets(params: Sequence[HSDPParam]) -> list[ReduceBucket]:
@@ -215,23 +215,26 @@ class PendingReduction:
         ranks = bucket.sharded.rank_size
         found = [(p, g) for p, g in zip(bucket.params, grads, strict=True) if g is not None]
         grads.clear()
-        locals_ = iter(sum_partial_gradients(found, bucket.dtype))
+        summed = sum_partial_gradients(found, bucket.dtype)
         found.clear()
+        # Gradients of one dtype are cast by the copy itself, without a copy of each before it.
+        dtypes = {grad.dtype for grad in summed}
+        dtype = dtypes.pop() if len(dtypes) == 1 else bucket.dtype
+        locals_ = iter([grad.to(dtype) for grad in summed])
+        del summed
         wires = []
         for param, missing in zip(bucket.params, self._missing_here, strict=True):
             if missing:
                 rows = ranks if param.geometry is None else ranks * param.geometry.padded_rows
                 rest = () if param.geometry is None else param.geometry.rest
                 shape = (param.local_tensor.numel(),) if param.geometry is None else (rows, *rest)
-                wires.append(torch.zeros(shape, dtype=bucket.dtype, device=bucket.device))
+                wires.append(torch.zeros(shape, dtype=dtype, device=bucket.device))
             elif param.geometry is None:
                 wires.append(next(locals_).reshape(-1))
             else:
                 wires.append(param.geometry.gradient_wire(next(locals_)))
-        counts = torch.tensor(self._missing_here, dtype=bucket.dtype, device=bucket.device)
+        counts = torch.tensor(self._missing_here, dtype=dtype, device=bucket.device)
         wires.append(counts.repeat(ranks))
-        if len({wire.dtype for wire in wires}) > 1:
-            wires = [wire.to(bucket.dtype) for wire in wires]
         buffer = self._comm.allocate(
             (ranks * bucket.row_numel,), dtype=bucket.dtype, device=bucket.device
         )
@@ -262,7 +265,7 @@ class PendingReduction:
     def _merge_partial(self, output: Tensor) -> None:
         """Adds what earlier backwards left; if there is no all-reduce yet, leaves it all there."""
         bucket, payload = self.bucket, sum(self.bucket.numels)
-        if not self._options.all_reduce:
+        if not self._options.all_reduce and moves_data(bucket.sharded):
             check_missing(
                 bucket.params,
                 self._missing_here,

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hyper_parallel.errors import UnusedParameterError
 from hyper_parallel.fully_shard.param import HSDPParam
 from hyper_parallel.fully_shard.streams import Streams
+from hyper_parallel.groups import GroupInfo
 
-__all__ = ["check_missing"]
+__all__ = ["check_missing", "moves_data"]
+
+
+def moves_data(info: GroupInfo) -> bool:
+    """Tells whether collectives of a group really run: those of the fake backend do not."""
+    return info.group is not None and dist.get_backend(info.group) != "fake"
 
 
 def check_missing(

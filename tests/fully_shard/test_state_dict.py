@@ -16,7 +16,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from hyper_parallel import PlacementError, fully_shard, get_model_state_dict, set_model_state_dict
+import hp_compile
+from hyper_parallel import (
+    PlacementError,
+    Policy,
+    fully_shard,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from tests.baselines import TrainOptions, full, shard_with_fsdp2
 from tests.count_collectives import count_collectives
 from tests.dist_pool import run_ranks
@@ -172,6 +179,8 @@ def wrap(kind: str, name: str, shape: tuple[int, ...], seed: int) -> nn.Module:
         shard_with_fsdp2(model, case, options)
     elif kind == "eager":
         shard(model, case, options)
+    elif kind == "compiled":
+        hp_compile.shard(model, data_mesh(shape), Policy(backend="aot_eager"))
     return model
 
 
@@ -242,6 +251,17 @@ def test_checkpoints_exchange_with_fsdp2(
     for rank in range(2):
         assert_equal(other[rank][0], saved[0])
         assert_equal(other[rank][1], same[0][1])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("source", "target"), [("eager", "compiled"), ("compiled", "eager")])
+@pytest.mark.parametrize("name", ["uneven", "lm_tied"])
+def test_checkpoints_exchange_with_the_compiled_path(
+    name: str, source: str, target: str, tmp_path: Path
+) -> None:
+    saved = run_ranks(save, 2, source, name, (2,), str(tmp_path))
+    for loaded, _ in run_ranks(load, 2, target, name, (2,), str(tmp_path)):
+        assert_equal(loaded, saved[0])
 
 
 @pytest.mark.dist
