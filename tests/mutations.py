@@ -30,7 +30,7 @@ from passes.base import (
     inputs,
     output_node,
     outputs,
-    set_output,
+    set_outputs,
 )
 from tests.program_cases import Graphs
 
@@ -294,7 +294,7 @@ def _reduce_frozen(gm: fx.GraphModule, site: Any) -> None:
         )
         group = info(gm).layout.group_name(axes)
         reduced = emit(gm.graph, WAIT, emit(gm.graph, REDUCE, fresh, "sum", group, comm=comm))
-    set_output(gm, position, reduced)
+    set_outputs(gm, {position: reduced})
 
 
 # ------------------------------------------------------------------ scales and casts
@@ -509,13 +509,13 @@ def _swap_outputs(gm: fx.GraphModule, site: Any) -> None:
     p, q = site
     flat: Any = output_node(gm).args[0]
     a, b = flat[p], flat[q]
-    set_output(gm, p, b)
-    set_output(gm, q, a)
+    set_outputs(gm, {p: b})
+    set_outputs(gm, {q: a})
 
 
 def _repeat_output(gm: fx.GraphModule, site: Any) -> None:
     flat: Any = output_node(gm).args[0]
-    set_output(gm, site[0], flat[site[1]])
+    set_outputs(gm, {site[0]: flat[site[1]]})
 
 
 def _gradients(gm: fx.GraphModule) -> Iterator[Any]:
