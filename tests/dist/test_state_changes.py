@@ -388,7 +388,7 @@ def test_casts_after_a_step() -> None:
 
 
 def test_parameters_frozen_unfrozen_and_cast_after_shard() -> None:
-    run_ranks(late_changes, 4)
+    run_ranks(late_changes, 4, timeout=400)
 
 
 class SharedStatistics(nn.Module):

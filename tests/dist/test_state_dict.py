@@ -91,7 +91,7 @@ def hold(rank: int, world_size: int) -> None:
 
 
 def test_layout_values_keys_and_liveness() -> None:
-    run_ranks(hold, 4)
+    run_ranks(hold, 4, timeout=400)
 
 
 # ------------------------------------------------------------------ what loads
