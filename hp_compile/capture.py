@@ -214,6 +214,9 @@ def _refuse_function(function: type, args: tuple[Any, ...]) -> None:
 # ------------------------------------------------------------------ export and joint trace
 
 
+@torch.backends.mkldnn.flags(
+    enabled=False
+)  # its recurrent layers are one operator that has no backward in a trace
 def capture(
     module: nn.Module,
     signature: Signature,

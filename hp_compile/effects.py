@@ -78,7 +78,8 @@ def attribute_tensors(
     seen = {id(m) for m in root.modules()}
     for fqn, module in root.named_modules():
         for name, value in list(module.__dict__.items()):
-            if name not in MODULE_ATTRIBUTES:
+            mirror = name == "_flat_weights" and isinstance(module, nn.RNNBase)
+            if name not in MODULE_ATTRIBUTES and not mirror:  # torch keeps parameters there too
                 for where, tensor in walk(value, name, seen):
                     yield fqn, module, where, tensor
 

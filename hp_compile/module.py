@@ -15,7 +15,6 @@ from hyper_parallel.fully_shard import HSDPParam
 
 if TYPE_CHECKING:
     from hp_compile.plan import Plan
-    from hp_compile.runtime import Runtime
 
 
 class UnshardHandle:
@@ -33,7 +32,7 @@ class ShardedModule:
     there for loops written for ``HSDPModule`` and PyTorch's ``FSDPModule``, and change nothing.
     """
 
-    _hp_runtime: Runtime
+    _hp_runtime: Any  # a Runtime; libraries evaluate the annotations of a model's classes
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Builds the original class: a container makes new ones when it is sliced."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_compile import build, reduction
+from hp_compile import build, fallback, reduction
 from hp_compile.agree import Board, compare_ranks
 from hp_compile.cache import ProgramCache, module_state
 from hp_compile.convert import sync_replicas
@@ -22,6 +22,7 @@ from hp_compile.signature import Signature, flatten_call
 from hp_compile.state import ParamState
 from hp_compile.units import Units
 from hp_compile.watch import Change, ModelWatch
+from hyper_parallel.errors import CaptureError
 from hyper_parallel.fully_shard import HSDPParam
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
@@ -129,7 +130,12 @@ class Runtime:
         with outside_inference_mode():  # what is kept for later calls must serve training too
             self._prepare()
             self._keep_or_drop_weights()
-            program, given, tensors = self._program_of_call(args, kwargs)
+            try:
+                program, given, tensors = self._program_of_call(args, kwargs)
+            except CaptureError as error:
+                if self.policy.fallback != "eager":
+                    raise
+                return fallback.run_eagerly(self, error)(*args, **kwargs)
             if not self.checked:
                 self._compare_ranks(program)
             if not self.weights_synced:
@@ -147,7 +153,8 @@ class Runtime:
             tensors = [t.to(self.device).contiguous() for t in given]
             return self.program(signature, tensors), given, tensors
         except Exception as error:
-            if not self.checked:
+            falls_back = isinstance(error, CaptureError) and self.policy.fallback == "eager"
+            if not self.checked and not falls_back:
                 self.board.post_failure("program", error)
             raise
 
@@ -418,7 +425,14 @@ def _alias_of_output(value: Any, flat: Sequence[torch.Tensor]) -> Any:
 def _take_saved(ctx: Any) -> list[Any]:
     """What forward saved, in a list that is its only owner, so backward frees each value after its last use."""
     tensors = iter(ctx.saved_tensors)
-    saved = [next(tensors) if s is _TENSOR else s for s in ctx.saved]
+    saved = [
+        next(tensors)
+        if s is _TENSOR
+        else next(tensors).as_strided(*s)
+        if isinstance(s, _Window)
+        else s
+        for s in ctx.saved
+    ]
     release_saved_tensors(ctx)
     return saved
 
@@ -433,6 +447,35 @@ def _match_layout(tangent: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
     return tangent.permute(order).contiguous().permute(inverse)
 
 
+class _Window(NamedTuple):
+    """A saved value in the memory of an output: the output is saved, so autograd finds a change in place."""
+
+    shape: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+
+def _as_outputs(
+    saved: Sequence[Any], outputs: Sequence[torch.Tensor]
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """What to note about each saved value, and the tensors to hand to ``save_for_backward``."""
+    by_memory = {o.untyped_storage()._cdata: o for o in outputs}
+    notes: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    for value in saved:
+        if not isinstance(value, torch.Tensor):
+            notes.append(value)
+            continue
+        output = by_memory.get(value.untyped_storage()._cdata)
+        if output is None or output.dtype != value.dtype:
+            notes.append(_TENSOR)
+            tensors.append(value)
+        else:
+            notes.append(_Window(value.shape, value.stride(), int(value.storage_offset())))
+            tensors.append(output)
+    return notes, tensors
+
+
 class _Call(torch.autograd.Function):
     """One call of a training program under autograd."""
 
@@ -445,8 +488,8 @@ class _Call(torch.autograd.Function):
         ctx.runtime, ctx.program, ctx.num_inputs = runtime, program, num_inputs
         ctx.sizes = sizes_of(values[:num_inputs])
         ctx.outputs = [_Like(v.shape, v.dtype, v.device) for v in flat]
-        ctx.saved = [_TENSOR if isinstance(v, torch.Tensor) else v for v in saved]
-        ctx.save_for_backward(*(v for v in saved if isinstance(v, torch.Tensor)))
+        ctx.saved, tensors = _as_outputs(saved, flat)
+        ctx.save_for_backward(*tensors)
         fixed = program.differentiable
         ctx.mark_non_differentiable(
             *(v for i, v in enumerate(flat) if i not in fixed or not v.is_floating_point())

@@ -14,6 +14,7 @@ Process groups appear in a program as the aliases of :meth:`MeshLayout.group_nam
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -389,7 +390,8 @@ def module_path(node: fx.Node) -> str:
 def source_line(node: fx.Node) -> str:
     """Last user frame of the node's stack trace as ``file:line``, empty when unknown."""
     trace = node.meta.get("stack_trace") or ""
-    lines = [ln.strip() for ln in trace.splitlines() if ln.strip().startswith("File ")]
+    frames = [ln.strip() for ln in trace.splitlines() if ln.strip().startswith("File ")]
+    lines = [frame for frame in frames if f"{os.sep}hp_compile{os.sep}" not in frame]
     if not lines:
         return ""
     parts = lines[-1].split('"')

@@ -27,6 +27,7 @@ from hyper_parallel.fully_shard.optim import adopt_optimizers, note_replacement
 from hyper_parallel.fully_shard.param import HSDPParam
 from hyper_parallel.fully_shard.registry import set_unit, unit_of
 from hyper_parallel.fully_shard.state import UnitState
+from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import MixedPrecisionPolicy, OffloadPolicy, Policy
 from hyper_parallel.roles import MeshRoles
 
@@ -101,7 +102,7 @@ def fully_shard(
     )
     if mesh is None:
         mesh = _default_mesh()
-    _shard_unit(modules, mesh, policy)
+    shard_unit(modules, mesh, policy)
     return module
 
 
@@ -162,12 +163,29 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, module.current_device())
 
 
-def _shard_unit(modules: Sequence[nn.Module], mesh: DeviceMesh, policy: Policy) -> None:
+def shard_unit(
+    modules: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    policy: Policy,
+    adopted: Mapping[int, ParamPlan] | None = None,
+) -> None:
+    """Makes one unit of modules.
+
+    Args:
+        modules: The modules; what inner units manage already is theirs.
+        mesh: The mesh.
+        policy: The arguments of ``fully_shard`` as a policy.
+        adopted: By ``id`` of the parameter, plans of parameters that are shards on ``mesh`` already; they are taken
+            over as they are, so an optimizer that holds them stays right.
+    """
     layouts = UnitLayouts(mesh, policy)
     device = _device_of(mesh)
     ignored = _ignored_ids(modules, policy)
     managed, _, buffers = discover(modules, ignored)
-    plans = [layouts.plan(entry) for entry in managed]  # every check before anything is touched
+    if adopted is None:
+        plans = [layouts.plan(entry) for entry in managed]  # every check before anything is touched
+    else:
+        plans = [layouts.adopt(adopted[id(entry.param)]) for entry in managed]
     move_to_device(managed, buffers, device)
     reshard = layouts.reshard_after_forward
     params = []
@@ -182,6 +200,7 @@ def _shard_unit(modules: Sequence[nn.Module], mesh: DeviceMesh, policy: Policy) 
             slots=entry.slots,
             post_forward=plan.post_forward(),
             device=device,
+            already_sharded=adopted is not None,
         )
         note_replacement(entry.param, param)
         params.append(param)

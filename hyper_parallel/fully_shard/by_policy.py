@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -10,12 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hyper_parallel.errors import PolicyError
-from hyper_parallel.fully_shard.api import fully_shard
+from hyper_parallel.fully_shard.api import fully_shard, shard_unit
 from hyper_parallel.fully_shard.module import HSDPModule
 from hyper_parallel.fully_shard.registry import unit_of
+from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
 
-__all__ = ["fully_shard_by_policy"]
+__all__ = ["adopt_by_policy", "fully_shard_by_policy"]
 
 
 def fully_shard_by_policy(
@@ -63,6 +65,36 @@ def fully_shard_by_policy(
     }
     for module in [*(modules[name] for name in units if name), model]:
         fully_shard(module, **settings)
+    return _finish(model, policy)
+
+
+def adopt_by_policy(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    policy: Policy,
+    units: Sequence[str],
+    plans: Mapping[str, ParamPlan],
+) -> HSDPModule:
+    """Gives a model whose parameters are shards already the eager path's units.
+
+    Args:
+        model: The model; its parameters have the combined placements of ``plans`` on ``mesh``.
+        mesh: The mesh.
+        policy: The policy that the parameters were sharded by.
+        units: FQNs of the modules that become units, inner ones first.
+        plans: Plan of every parameter by FQN.
+    """
+    modules = dict(model.named_modules())
+    adopted = {id(param): plans[name] for name, param in model.named_parameters()}
+    eager = replace(
+        policy, ignored_params=[p for n, p in model.named_parameters() if plans[n].ignored]
+    )
+    for module in [*(modules[name] for name in units if name), model]:
+        shard_unit([module], mesh, eager, adopted)
+    return _finish(model, policy)
+
+
+def _finish(model: nn.Module, policy: Policy) -> HSDPModule:
     sharded = cast(HSDPModule, model)
     sharded.set_reduce_op_type(policy.reduce_op)
     for module in model.modules():

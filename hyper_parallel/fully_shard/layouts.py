@@ -87,6 +87,11 @@ class UnitLayouts:
         )
         return PlannedParam(plan, mesh, layout, lambda: self._post_forward(mesh, layout, plan))
 
+    def adopt(self, plan: ParamPlan) -> PlannedParam:
+        """Takes the plan of a parameter that is on the mesh as planned already."""
+        mesh, layout = self._mesh, self.layout
+        return PlannedParam(plan, mesh, layout, lambda: self._post_forward(mesh, layout, plan))
+
     def _mesh_of(self, entry: Managed) -> tuple[DeviceMesh, MeshLayout]:
         param = entry.param
         if not isinstance(param, DTensor) or param.device_mesh == self._mesh:

@@ -20,11 +20,13 @@ TESTED = ("2.13",)
 
 #: Every semi-private name in use, with the parameters that calls rely on.
 NAMES: Mapping[str, tuple[str, ...]] = {
+    "torch._C._autograd._get_current_graph_task_keep_graph": (),
     "torch._C._current_graph_task_id": (),
     "torch._C._distributed_c10d._register_process_group": (),
     "torch._C._distributed_c10d._resolve_process_group": (),
     "torch._C._distributed_c10d._unregister_process_group": (),
     "torch._chunk_cat": (),
+    "torch._dynamo.disable": ("recursive",),
     "torch._foreach_copy_": (),
     "torch._foreach_mul_": (),
     "torch._foreach_norm": (),
@@ -58,6 +60,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.tensor.placement_types._StridedShard": ("dim", "split_factor"),
     "torch.fx._lazy_graph_module._LazyGraphModule": (),
     "torch.fx._lazy_graph_module._use_lazy_graph_module": (),
+    "torch.fx.experimental.proxy_tensor.get_proxy_mode": (),
+    "torch.fx.experimental.sym_node.SymNode": (),
     "torch.fx.experimental.symbolic_shapes.ShapeEnv": (),
     "torch.fx.experimental.symbolic_shapes.free_unbacked_symbols": (),
     "torch.fx.graph._BoxedCodeGen": (),

@@ -42,7 +42,11 @@ def compile_graph(
         is_backward: whether it is the backward of a pair.
         is_inference: whether no backward follows.
     """
-    with tracing_context(fake_mode), inductor_config.patch(fx_graph_cache=True), torch.no_grad():
+    with (
+        tracing_context(fake_mode),
+        inductor_config.patch(fx_graph_cache=True, fallback_random=True),
+        torch.no_grad(),
+    ):
         compiled: Any = compile_fx_inner(
             gm,
             list(example_inputs),

@@ -105,7 +105,9 @@ def check_saved(plan: hp_compile.Plan, fields: dict[str, Any], cut: bool) -> Non
         if of_weights[node] and node.op != "placeholder"
     ]
     inner = fields.get("reshard_after_forward")
-    if not cut or inner is True:
+    if not cut:
+        return  # views of weights that the module holds whole cost nothing
+    if inner is True:
         assert gathered == []
     elif inner is False:
         assert gathered and max(gathered) == 128  # what the check is there to find

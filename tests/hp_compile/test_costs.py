@@ -33,12 +33,12 @@ def test_backward_owns_what_forward_saved(
     run_backward = Program.run_backward
     alive: list[int] = []
 
-    def spy(self: Program, reduction: Any, values: list[Any]) -> Sequence[Any]:
+    def spy(self: Program, reduction: Any, values: list[Any], sizes: Any) -> Sequence[Any]:
         held = [weakref.ref(v) for v in values if isinstance(v, torch.Tensor) and v.dim() == 2]
         copies = [v.clone() if isinstance(v, torch.Tensor) else v for v in values]
         values.clear()
         alive.append(sum(ref() is not None for ref in held))
-        return run_backward(self, reduction, copies)
+        return run_backward(self, reduction, copies, sizes)
 
     monkeypatch.setattr(Program, "run_backward", spy)
     with fake_world(2):

@@ -181,7 +181,7 @@ FAILURES: tuple[tuple[Callable[..., Any], Any, str], ...] = (
     (
         change_attribute,
         lambda: torch.zeros(()),
-        r"test_errors\.py:\d+.*'extra' in place.*register_buffer",
+        r"'extra' in place.*register_buffer",
     ),
     (
         use_list,
@@ -204,7 +204,7 @@ FAILURES: tuple[tuple[Callable[..., Any], Any, str], ...] = (
     (numpy_random, None, r"numpy\.random.*torch\.rand"),
     (hook, None, r"test_errors\.py:\d+.*register_hook.*no gradient hooks"),
     (own_function, None, r"test_errors\.py:\d+.*autograd\.Function Double.*custom_op"),
-    (conditional, None, r"higher-order operator cond.*torch\.where"),
+    (conditional, None, r"test_errors\.py:\d+.*[Hh]igher.order operator"),
     (user_mistake, None, r"module 'o' .*must have same reduction dim"),
 )
 
@@ -240,7 +240,7 @@ def test_failure_says_where_and_leaves_the_model_usable(
         assert sharded._forward_hooks == {} and all(p.grad is None for p in sharded.parameters())
         # The user repairs forward, and goes on with the same object.
         sharded._hp_runtime.original_class = Net
-        if make is not None:
+        if make is not None and not isinstance(sharded.extra, nn.Module):
             sharded.extra = None
         sharded(X).sum().backward()
         assert sharded.o.bias.grad is not None
