@@ -41,6 +41,7 @@ __all__ = [
     "mark_checkpoint_regions",
     "min_cut_partition",
     "number_of_guards",
+    "plain_recurrent_layers",
     "preserve_node_meta",
     "pytree",
     "refuse_autograd_functions",
@@ -386,3 +387,13 @@ def _holds(expression: Any, bound: Mapping[Any, int]) -> bool:
     """A guard that still has symbols is about the values of tensors, which no input size decides."""
     value = expression.xreplace(dict(bound))
     return bool(value) if value in (True, False) else bool(value.free_symbols)
+
+
+@contextlib.contextmanager
+def plain_recurrent_layers() -> Iterator[None]:
+    """While active, recurrent layers are traced as ordinary operators; oneDNN's single one has no backward in a trace."""
+    before = torch.backends.mkldnn.set_flags(_enabled=False)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(_enabled=before[0])
