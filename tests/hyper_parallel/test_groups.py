@@ -130,7 +130,8 @@ def test_the_user_may_flatten_afterwards() -> None:
     with fake_world(8, 5):
         mesh, layout = mesh_and_layout()
         get_group_info(mesh, layout, ("dp_replicate", "dp_shard"))
-        mesh["dp_shard", "tp"]._flatten("dp_replicate_dp_shard")
+        flat = mesh["dp_shard", "tp"]._flatten("dp_replicate_dp_shard")
+        assert flat.size() == layout.size(("dp_shard", "tp"))
 
 
 @pytest.mark.parametrize("world", [8, 16])
