@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,10 @@ def digest(node: fx.Node, of: Callable[[fx.Node], str]) -> str:
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return _hash(f"symbol {value.node.expr}")
     if node.op == "placeholder":
+        if isinstance(value, torch.Tensor) and any(
+            isinstance(size, int) and size == 0 for size in value.shape
+        ):
+            return empty_digest(value.shape, value.dtype)
         return input_digest(node.meta.get("role"))
     if node.op == "get_attr":
         return _hash(f"attribute {node.target}")
@@ -114,6 +118,11 @@ def digest(node: fx.Node, of: Callable[[fx.Node], str]) -> str:
 def input_digest(role: object) -> str:
     """The digest of an input with this role."""
     return _hash(repr(role))
+
+
+def empty_digest(shape: Iterable[int], dtype: torch.dtype) -> str:
+    """The digest of an input without elements: nothing tells two of the same shape and dtype apart."""
+    return _hash(f"empty {dtype} {list(shape)}")
 
 
 def same_as(node: fx.Node) -> fx.Node | None:

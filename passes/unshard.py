@@ -189,6 +189,8 @@ def assemble(add: Callable[..., fx.Node], flat: fx.Node, plan: ParamPlan) -> fx.
         plan: plan of the parameter.
     """
     assert plan.shard_dim is not None
+    if 0 in plan.local_shape:
+        return add(aten.reshape.default, flat, list(plan.local_shape))
     size = plan.local_shape[plan.shard_dim]
     lengths, rows = plan.lengths, plan.padded_rows
     if plan.shard_dim == 0 and _padding_is_a_tail(lengths, rows):

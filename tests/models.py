@@ -229,7 +229,7 @@ class UnusedNet(nn.Module):
 
 
 class ScalarNet(nn.Module):
-    """A 0-dim parameter and one of a single element."""
+    """A 0-dim parameter, one of a single element, and an adapter of rank 0, whose weights have no elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,9 +237,12 @@ class ScalarNet(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.shift = nn.Parameter(torch.tensor([0.5]))
         self.outer = nn.Linear(8, 5)
+        self.no_rows = nn.Parameter(torch.rand(0, 6))
+        self.no_columns = nn.Parameter(torch.rand(5, 0))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.outer(torch.tanh(self.inner(x)) * self.scale + self.shift)
+        adapter = F.linear(F.linear(x, self.no_rows), self.no_columns)
+        return self.outer(torch.tanh(self.inner(x)) * self.scale + self.shift) + adapter
 
 
 class TwoBiases(nn.Module):

@@ -271,16 +271,17 @@ def _sums(gm: fx.GraphModule) -> Iterator[Any]:
             yield (node, 1, axes)
 
 
-def _zero_frozen(gm: fx.GraphModule) -> Iterator[Any]:
+def _without_gradient(gm: fx.GraphModule) -> Iterator[Any]:
+    """Parameters that the program returns no gradient for, and a mesh dim to reduce one over."""
     params, layout = info(gm).params, info(gm).layout
     axes = tuple(a for a in layout.dim_names if layout.size(a) > 1)[:1]
-    for position, node, role in outputs(gm, ParamGrad):
-        if node is None and axes and role.fqn in params:
-            yield (position, role.fqn, axes)
+    have = {role.fqn for _, _, role in outputs(gm, ParamGrad)}
+    if info(gm).stage == "backward" and axes:
+        yield from ((fqn, axes) for fqn in params if fqn not in have)
 
 
 def _reduce_frozen(gm: fx.GraphModule, site: Any) -> None:
-    position, fqn, axes = site
+    fqn, axes = site
     plan, end = info(gm).params[fqn], output_node(gm)
     example = next(n for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
     comm = Comm("all_reduce", tuple(axes), "replicate_grad", (fqn,))
@@ -294,7 +295,7 @@ def _reduce_frozen(gm: fx.GraphModule, site: Any) -> None:
         )
         group = info(gm).layout.group_name(axes)
         reduced = emit(gm.graph, WAIT, emit(gm.graph, REDUCE, fresh, "sum", group, comm=comm))
-    set_outputs(gm, {position: reduced})
+    _add_output(gm, reduced, ParamGrad(fqn))
 
 
 # ------------------------------------------------------------------ scales and casts
@@ -587,11 +588,15 @@ def _reshards(program: Any, fqn: str) -> bool:
 
 def _save_weight(gm: fx.GraphModule, node: fx.Node) -> None:
     """Forward keeps one more value; who would read it in backward does not matter."""
+    number = sum(isinstance(r, SavedOutput) for r in output_node(gm).meta["roles"])
+    _add_output(gm, node, SavedOutput(number))
+
+
+def _add_output(gm: fx.GraphModule, node: fx.Node, role: Any) -> None:
     out = output_node(gm)
     flat: Any = out.args[0]
-    number = sum(isinstance(r, SavedOutput) for r in out.meta["roles"])
     out.args = ((*flat, node),)
-    out.meta["roles"] = (*out.meta["roles"], SavedOutput(number))
+    out.meta["roles"] = (*out.meta["roles"], role)
 
 
 def _saved_inputs(gm: fx.GraphModule) -> Iterator[Any]:
@@ -635,7 +640,7 @@ KINDS: dict[str, tuple[Sites, Damage]] = {
     "reduced in bfloat16": (_of(SCATTER, REDUCE), _reduce_in(torch.bfloat16)),
     "reduced in float16": (_of(SCATTER, REDUCE), _reduce_in(torch.float16)),
     "reduced before accumulation": (_sums, _early_reduction),
-    "frozen parameter reduced": (_zero_frozen, _reduce_frozen),
+    "frozen parameter reduced": (_without_gradient, _reduce_frozen),
     "scale dropped": (_grad_scales, lambda gm, n: _drop(n)),
     "scale doubled": (_grad_scales, _double_scale),
     "scale of one mesh dim only": (_grad_scales, _scale_to(_first_dim)),

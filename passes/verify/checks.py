@@ -151,7 +151,11 @@ def _check_carried(interpreter: Interpreter) -> None:
                 cause="a collective was left behind, e.g. a reduction of a frozen parameter",
             )
     for node, carried in interpreter.carried.items():
-        named = node.meta["comm"].params
+        named = tuple(
+            fqn
+            for fqn in node.meta["comm"].params
+            if 0 not in interpreter.program.params[fqn].local_shape
+        )
         if carried != named:
             raise error(
                 f"{node.name}: the gather does not carry the parameters it names",

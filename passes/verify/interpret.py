@@ -30,6 +30,7 @@ from passes.base import (
     BufferInput,
     Comm,
     GradInput,
+    ParamGrad,
     ParamInput,
     ProgramInfo,
     SavedInput,
@@ -39,7 +40,7 @@ from passes.base import (
     convert,
     info,
 )
-from passes.origin import COPIES, Origin, digest, input_digest, is_random
+from passes.origin import COPIES, Origin, digest, empty_digest, input_digest, is_random
 from passes.verify.compare import Mismatch, match
 from passes.verify.expected import full_parameter
 from passes.verify.movement import MOVES, move, static_shape
@@ -47,6 +48,7 @@ from passes.verify.packing import Pack, whole
 from passes.verify.report import dtype_name, error, some
 from passes.verify.sources import (
     Cast,
+    Scattered,
     Shard,
     ShardAt,
     Slice,
@@ -91,7 +93,11 @@ class Interpreter:
         self._by_digest: dict[str, fx.Node] = {}
         self._packs: dict[str, Any] = {}
         self._full: dict[str, Pack] = {}
-        self._names = {_param_digest(fqn): fqn for fqn in self.program.params}
+        self._empty = {
+            (plan.local_shape, self._used_dtype(plan)): plan
+            for plan in self.program.params.values()
+            if 0 in plan.local_shape
+        }
 
     # -------------------------------------------------------------- the walk
 
@@ -179,7 +185,7 @@ class Interpreter:
             for index, axis in enumerate(self.axes):
                 if role.partial and axis in plan.shard_axes:
                     state[index] = "S"
-            return Value(input_digest(role), tuple(state))
+            return Value(digest(node, self._digest), tuple(state))
         if isinstance(role, UserInput | TangentInput | BufferInput):
             return Value(digest(node, self._digest), self._own())
         raise error(f"{node.name}: this input has no role", node=node, found=str(role))
@@ -199,10 +205,11 @@ class Interpreter:
         value = node.meta["val"]
         shape, dtype = tuple(value.shape), value.dtype
         used = self.origin.params.get(fqn, dtype)
+        name = self._param_digest(plan)
         gathered = self.program.facts.get("gathered")
         if plan.ignored or gathered is None or (gathered is False and dtype == used):
             self._check_shape(node, plan, shape, dtype, plan.local_shape, used)
-            full = Value(_param_digest(fqn), self.param_state(plan, "R"), weight=fqn)
+            full = Value(name, self.param_state(plan, "R"), weight=fqn)
             return replace(full, weight=None) if plan.ignored else full
         cut = plan.shard_size > 1 and gathered
         want = plan.padded_shard_shape if cut else plan.local_shape
@@ -211,7 +218,7 @@ class Interpreter:
         if cut:
             return Value(None, state, whole(Shard(fqn), shape))
         if dtype == used:
-            return Value(_param_digest(fqn), state)
+            return Value(name, state)
         return Value(None, state, whole(Whole(fqn), shape))
 
     def _check_shape(
@@ -300,7 +307,8 @@ class Interpreter:
         packed = Value(None, state, pack)
         sources = pack.sources()
         if not sources:
-            return packed
+            empty = self._empty.get((pack.shape, node.meta["val"].dtype))
+            return packed if empty is None else self._parameter(empty, pack)
         bottom = bottom_of(next(iter(sources)))
         if not isinstance(bottom, ShardAt | Whole):
             return packed
@@ -311,12 +319,23 @@ class Interpreter:
             chain = match(pack, self._full_parameter(plan))
         except Mismatch:
             return packed
-        used = self.origin.params.get(plan.fqn, plan.dtype)
+        used = self._used_dtype(plan)
         dtypes = [plan.dtype, *(c.dtype if isinstance(c, Cast) else None for c in chain)]
         if dtypes != ([plan.dtype] if used == plan.dtype else [plan.dtype, used]):
             return packed
+        return self._parameter(plan, pack)
+
+    def _parameter(self, plan: ParamPlan, pack: Pack) -> Value:
         state = self.param_state(plan, "R")
-        return Value(_param_digest(plan.fqn), state, pack, weight=plan.fqn)
+        return Value(self._param_digest(plan), state, pack, weight=plan.fqn)
+
+    def _used_dtype(self, plan: ParamPlan) -> torch.dtype:
+        return self.origin.params.get(plan.fqn, plan.dtype)
+
+    def _param_digest(self, plan: ParamPlan) -> str:
+        if 0 in plan.local_shape:
+            return empty_digest(plan.local_shape, self._used_dtype(plan))
+        return input_digest(ParamInput(plan.fqn))
 
     def _full_parameter(self, plan: ParamPlan) -> Pack:
         if plan.fqn not in self._full:
@@ -330,7 +349,15 @@ class Interpreter:
         source = next(n for n in node.all_input_nodes if self.values[n].packed)
         value = self.values[source]
         held = value.pack.sources() if value.pack is not None else {}
-        names = list(dict.fromkeys(map(source_name, held)))
+        names = list(dict.fromkeys(map(self.owner, held)))
+        if any(isinstance(bottom_of(s), Term | Scattered) for s in held):
+            return error(
+                f"{node.name} computes with a gradient that was reduced before all terms were added up",
+                node=node,
+                found=f"{some(names) or source.name}, state {self.state_text(value.state)}",
+                expected=f"state V: reductions come last, after {node.name}",
+                cause="a pass reduced one use of a shared parameter, not the sum over its uses",
+            )
         axis = next((a for a, s in zip(self.axes, value.state, strict=True) if s == "S"), None)
         return error(
             f"{some(names) or source.name}: {node.name} computes with a value that is no whole parameter"
@@ -341,6 +368,18 @@ class Interpreter:
             expected="the gathered parameter: every row once, in order, no padding, in the dtype of its use",
             cause="its all-gather or the removal of padding is missing, or a bucket is taken apart at the wrong place",
         )
+
+    def owner(self, source: Any) -> str:
+        """Whose bytes a source is: a parameter, or the gradient of one."""
+        bottom = bottom_of(source)
+        for role, known in self.origin.outputs.items():
+            if isinstance(role, ParamGrad) and known is not None:
+                node = self.by_digest(known)
+                if known == getattr(bottom, "digest", None) or (
+                    node is not None and bottom in self.pack_of(node).sources()
+                ):
+                    return f"the gradient of {role.fqn}"
+        return source_name(bottom)
 
     def state_text(self, state: Sequence[str]) -> str:
         """``dp_replicate:R dp_shard:V``."""
@@ -431,7 +470,7 @@ class Interpreter:
 
     def _shard_slice(self, node: fx.Node) -> Value:
         source: Any = node.args[0]
-        pack = slice_of(node, self._input_pack(node, source), self.program)
+        pack = slice_of(node, self._input_pack(node, source), self)
         state = tuple(
             "S" if axis in self._shard_axes(pack) else old
             for axis, old in zip(self.axes, self.values[source].state, strict=True)
@@ -447,10 +486,6 @@ class Interpreter:
                     if fqn is not None:
                         axes.update(dict.fromkeys(self.program.params[fqn].shard_axes))
         return tuple(axes)
-
-
-def _param_digest(fqn: str) -> str:
-    return input_digest(ParamInput(fqn))
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:

@@ -13,8 +13,16 @@ from torch import fx
 from hyper_parallel.plan import ParamPlan
 from passes.base import COLLECTIVES, GATHER, SCATTER, Comm, ProgramInfo
 from passes.verify.packing import Pack, Run
-from passes.verify.report import error
-from passes.verify.sources import Reduced, Scattered, Shard, ShardAt, Slice, Term, bottom_of
+from passes.verify.report import error, some
+from passes.verify.sources import (
+    Reduced,
+    Scattered,
+    Shard,
+    ShardAt,
+    Slice,
+    Term,
+    bottom_of,
+)
 
 if TYPE_CHECKING:
     from passes.verify.interpret import Interpreter
@@ -180,13 +188,15 @@ def _expanded(item: Any, rank: int) -> list[Any]:
     return result
 
 
-def slice_of(node: fx.Node, pack: Pack, program: ProgramInfo) -> Pack:
+def slice_of(node: fx.Node, pack: Pack, interpreter: Interpreter) -> Pack:
     """R → S on the inner axis of an integer reshard."""
+    program = interpreter.program
     parts, name = node.args[1], node.args[2]
     parsed = parse_group(name, program)
     if parsed is None or parsed[1] != parts:
+        held = dict.fromkeys(map(interpreter.owner, pack.sources()))
         raise error(
-            f"{node.name}: slices over a group that is no smaller group of this mesh",
+            f"{some(list(held)) or node.name}: {node.name} slices over a group that is no smaller group of this mesh",
             node=node,
             found=f"{parts} parts on {name!r}",
             expected=f"as many parts as the group has ranks, of ({program.layout.describe()})",

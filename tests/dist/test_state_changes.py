@@ -56,11 +56,13 @@ def assert_same(actual: Tensor, expected: Tensor, what: str, tol: float) -> None
 
 
 class OddNet(nn.Module):
-    """0-dim, integer, single-row, frozen, unused and ignored parameters; rows that no rank count divides."""
+    """0-dim, empty, integer, single-row, frozen, unused and ignored parameters; rows that no rank count divides."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(6, 7)
+        self.no_rows = nn.Parameter(torch.zeros(0, 3))
+        self.no_columns = nn.Parameter(torch.zeros(3, 0))
         self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
         self.row = nn.Parameter(torch.rand(1, 7))
         self.scale = nn.Parameter(torch.tensor(1.5))
@@ -71,7 +73,7 @@ class OddNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.inner(x)) * self.scale + self.row + self.frozen + self.ignored
-        return self.outer(x + self.counts.sum())
+        return self.outer(x + self.no_rows.sum() + self.no_columns.sum() + self.counts.sum())
 
 
 ODD = ModelCase(name="odd", factory=OddNet)
