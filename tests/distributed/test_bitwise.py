@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.baselines import TrainOptions, TrainResult, assert_same, merge_ranks, train_fsdp2
-from tests.dist.ours import train_ours
+from tests.distributed.ours import train_ours
 from tests.dist_pool import run_ranks
 from tests.models import CASES
 

@@ -19,7 +19,7 @@ from tests.baselines import (
     train_unsharded,
 )
 from tests.count_collectives import count_collectives
-from tests.dist.ours import make_mesh
+from tests.distributed.ours import make_mesh
 from tests.dist_pool import run_ranks
 from tests.models import CASES
 

@@ -13,7 +13,7 @@ from hp_compile import MixedPrecisionPolicy, Policy
 from passes.base import ParamInput, SavedOutput, outputs
 from tests.baselines import TrainOptions
 from tests.count_collectives import CollectiveCall, count_collectives
-from tests.dist.ours import make_mesh
+from tests.distributed.ours import make_mesh
 from tests.dist_pool import fake_world, run_ranks
 from tests.models import CASES
 
