@@ -42,8 +42,10 @@ demo: $(STAMP)  ## capture, plan, prove, compile and train a model on 4 processe
 	$(BIN)/python examples/train.py --mesh dp_replicate=2,dp_shard=2 --dim 128 --layers 2 --steps 40 \
 	  --compare --output outputs/demo --overwrite $(ARGS)
 
+# Tests are handed out one by one, the slow ones first (tests/conftest.py), so that both halves end together.
+JOBS ?= 2
 test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist load --maxschedchunk 1 $(ARGS)
 
 lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff check .

@@ -161,7 +161,7 @@ def foreach_norm(tensors: list[Tensor], p: float, dtype: torch.dtype | None) -> 
 
 def chunk_cat(tensors: list[Tensor], chunks: int, out: Tensor) -> None:
     """Cuts every tensor on dim 0 and puts the i-th chunks, padded and flat, into row i of out."""
-    torch._chunk_cat(tensors, 0, chunks, out=out)
+    torch._chunk_cat([t for t in tensors if t.numel()], 0, chunks, out=out)
 
 
 def all_gather_flat(

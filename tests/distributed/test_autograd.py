@@ -49,7 +49,9 @@ def assert_same_grads(sharded: nn.Module, plain: nn.Module) -> None:
     for (fqn, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), fqn
         if q.grad is not None and p.grad is not None:
-            torch.testing.assert_close(full(p.grad), q.grad, **TIGHT, msg=lambda m, f=fqn: f"{f}: {m}")
+            torch.testing.assert_close(
+                full(p.grad), q.grad, **TIGHT, msg=lambda m, f=fqn: f"{f}: {m}"
+            )
             nonzero += int(q.grad.count_nonzero() > 0)
     assert nonzero
 
@@ -131,7 +133,12 @@ class Heads(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Any]:
         h = torch.tanh(self.trunk(x))
         left, right = self.left(h), self.right(h)
-        return {"left": left, "more": [right, left.argmax(-1)], "fixed": h.detach(), "name": "heads"}
+        return {
+            "left": left,
+            "more": [right, left.argmax(-1)],
+            "fixed": h.detach(),
+            "name": "heads",
+        }
 
 
 def test_loss_on_some_outputs() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.baselines import TrainOptions, TrainResult, assert_same, merge_ranks, train_fsdp2
-from tests.distributed.ours import train_ours
 from tests.dist_pool import run_ranks
+from tests.distributed.ours import train_ours
 from tests.models import CASES
 
 SIX = TrainOptions(steps=6)

@@ -13,8 +13,8 @@ from hp_compile import MixedPrecisionPolicy, Policy
 from passes.base import ParamInput, SavedOutput, outputs
 from tests.baselines import TrainOptions
 from tests.count_collectives import CollectiveCall, count_collectives
-from tests.distributed.ours import make_mesh
 from tests.dist_pool import fake_world, run_ranks
+from tests.distributed.ours import make_mesh
 from tests.models import CASES
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -32,7 +32,7 @@ POLICIES: list[tuple[str, tuple[int, ...] | None, dict[str, Any]]] = [
     ("not cut", (2, 2), {"enable_param_shard": False}),
     ("replicas only", (4, 1), {"reshard_after_forward": True}),
 ]
-INDUCTOR = ("fsdp", "hsdp, mixed precision", "fsdp, pairs")
+INDUCTOR = ("fsdp", "hsdp, mixed precision")
 
 Line = tuple[str, tuple[int, ...], torch.dtype, int]
 
@@ -124,9 +124,7 @@ def test_padding_is_stated() -> None:
         policy = Policy(reshard_after_forward=False)
         plan = hp_compile.plan(case.make(), mesh, policy, args=(case.batch(0, 0)[0],))
     rows = {n: p.padded_rows * 4 - sum(p.lengths) for n, p in plan.params.items()}
-    padding = sum(
-        rows[n] * math.prod(p.shape) // p.shape[0] for n, p in plan.params.items()
-    )
+    padding = sum(rows[n] * math.prod(p.shape) // p.shape[0] for n, p in plan.params.items())
     total = sum(math.prod(p.shape) for p in plan.params.values())
     sent = sum(c.nbytes for c in plan.collectives if c.kind == "all_gather")
     assert padding > 0

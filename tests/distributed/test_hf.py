@@ -17,11 +17,11 @@ transformers: Any = pytest.importorskip("transformers")
 VOCAB = 48
 
 
-def make(name: str) -> nn.Module:
+def make(name: str, layers: int) -> nn.Module:
     """A tiny model with random weights."""
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
-    blocks = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    blocks = {"num_hidden_layers": layers, "num_attention_heads": 2}
     if name == "llama":
         config = transformers.LlamaConfig(**sizes, **blocks, num_key_value_heads=1)
         return transformers.LlamaForCausalLM(config)
@@ -32,7 +32,7 @@ def make(name: str) -> nn.Module:
         return transformers.Qwen3ForCausalLM(config)
     if name == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=32,
+            vocab_size=VOCAB, n_embd=16, n_layer=layers, n_head=2, n_positions=32,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
@@ -71,12 +71,13 @@ def train(model: Any, rows: slice, causal: bool) -> tuple[list[float], str]:
     return losses, kind
 
 
+# Model, blocks, backend, activation checkpointing.
 CASES = (
-    ("llama", "aot_eager", True),
-    ("qwen3", "aot_eager", False),
-    ("gpt2", "aot_eager", False),
-    ("bert", "aot_eager", False),
-    ("llama", "inductor", False),
+    ("llama", 2, "aot_eager", True),
+    ("qwen3", 2, "aot_eager", False),
+    ("gpt2", 1, "aot_eager", False),
+    ("bert", 1, "aot_eager", False),
+    ("llama", 1, "inductor", False),
 )
 
 
@@ -84,8 +85,8 @@ def sharded_runs(rank: int, world_size: int) -> list[tuple[list[float], str, int
     """Every case on this rank's half of the batch."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
     found = []
-    for name, backend, recompute in CASES:
-        model: Any = make(name)
+    for name, layers, backend, recompute in CASES:
+        model: Any = make(name, layers)
         if recompute:
             model.gradient_checkpointing_enable()
         names = set(dict(model.named_parameters()))
@@ -100,8 +101,8 @@ def sharded_runs(rank: int, world_size: int) -> list[tuple[list[float], str, int
 @pytest.mark.slow
 def test_two_steps_equal_the_unsharded_model() -> None:
     ranks = run_ranks(sharded_runs, 2, timeout=800)
-    for index, (name, backend, _) in enumerate(CASES):
-        losses, kind = train(make(name), slice(0, 4), name != "bert")
+    for index, (name, layers, backend, _) in enumerate(CASES):
+        losses, kind = train(make(name, layers), slice(0, 4), name != "bert")
         assert losses[0] != losses[1]
         mean = [sum(values) / 2 for values in zip(*(r[index][0] for r in ranks), strict=True)]
         assert mean == pytest.approx(losses, rel=1e-5 if backend == "aot_eager" else 1e-4), name

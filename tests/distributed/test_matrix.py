@@ -65,9 +65,7 @@ ROWS: dict[str, Row] = {
         "RS+AR",
         {"reduce_scatter": (2, 3), "all_reduce": (1, 3)},
     ),
-    "unnamed 2D": Row(
-        (2, 2), (), {}, "RS+AR", {"reduce_scatter": (2, 3), "all_reduce": (1, 3)}
-    ),
+    "unnamed 2D": Row((2, 2), (), {}, "RS+AR", {"reduce_scatter": (2, 3), "all_reduce": (1, 3)}),
     "r4s1": Row((4, 1), ("dp_replicate", "dp_shard"), {}, "AR", {"all_reduce": EVERYONE}),
     "not cut": Row(
         (2, 2),
@@ -108,9 +106,7 @@ def mesh_of(row: Row, world_size: int) -> DeviceMesh:
     return init_device_mesh("cpu", row.shape, mesh_dim_names=row.names or None)
 
 
-def run_rows(
-    rank: int, world_size: int, name: str, labels: list[str]
-) -> dict[str, TrainResult]:
+def run_rows(rank: int, world_size: int, name: str, labels: list[str]) -> dict[str, TrainResult]:
     results = {}
     case = CASES[name]
     for label in labels:

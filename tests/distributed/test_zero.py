@@ -19,8 +19,8 @@ from tests.baselines import (
     train_unsharded,
 )
 from tests.count_collectives import count_collectives
-from tests.distributed.ours import make_mesh
 from tests.dist_pool import run_ranks
+from tests.distributed.ours import make_mesh
 from tests.models import CASES
 
 OPTIONS = TrainOptions(steps=2, micro_batches=3)
@@ -52,7 +52,12 @@ def train_level(rank: int, world_size: int, level: int) -> tuple[TrainResult, li
 
     with count_collectives() as everything:
         result = train(
-            model, functools.partial(batch), case.loss, OPTIONS, call=call, before_micro=before_micro
+            model,
+            functools.partial(batch),
+            case.loss,
+            OPTIONS,
+            call=call,
+            before_micro=before_micro,
         )
     total = Counter(c.kind for c in everything if c.op.startswith("_c10d"))
     return result, [*map(dict, counts), dict(total)]
