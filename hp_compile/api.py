@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_compile import build, check, convert, loading
+from hp_compile.agree import Board
 from hp_compile.module import extend_class, is_sharded
 from hp_compile.plan import Plan
 from hp_compile.runtime import Runtime
@@ -52,18 +53,24 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: Policy | None = None) -> n
         )
     check.check_module(model)
     layout = MeshLayout.from_mesh(mesh, policy.roles)
-    plans = plan_params(model, layout, policy)
-    units = resolve_units(model, policy.units)
-    home = Home.of(_device(mesh), policy.offload_policy)
-    check.check_parameters(model, plans, home.device)
-    original = extend_class(model)
+    board = Board(layout)
+    original = type(model)
     try:
-        convert.make_groups(mesh, layout, policy, plans)
+        plans = plan_params(model, layout, policy)
+        units = resolve_units(model, policy.units)
+        home = Home.of(_device(mesh), policy.offload_policy)
+        check.check_parameters(model, plans, home.device)
+        extend_class(model)
+        convert.make_groups(mesh, layout, policy, plans, board)
         states = convert.convert_parameters(model, mesh, layout, plans, home)
-    except BaseException:
+    except BaseException as error:
         model.__class__ = original
+        board.post_failure("groups", error)
+        board.post_failure("program", error)
         raise
-    runtime = Runtime(model, original, mesh, layout, policy, plans, units, states, home.device)
+    runtime = Runtime(
+        model, original, mesh, layout, policy, plans, units, states, home.device, board
+    )
     model._hp_runtime = runtime  # type: ignore[assignment]
     loading.attach(model, states)
     runtime.sync_weights()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_compile.agree import Board
+from hp_compile.plan import program_facts
 from hp_compile.state import Home, ParamState
 from hyper_parallel.groups import get_group_info, get_inner_group_info
 from hyper_parallel.mesh import MeshLayout
@@ -17,25 +20,61 @@ from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """A process group: along mesh dims, or (``inner`` > 0) of that many consecutive ranks inside it."""
+
+    axes: tuple[str, ...]
+    inner: int = 0
+
+    def __str__(self) -> str:
+        return "×".join(self.axes) + (f" in groups of {self.inner}" if self.inner else "")
+
+
 def make_groups(
-    mesh: DeviceMesh, layout: MeshLayout, policy: Policy, plans: Mapping[str, ParamPlan]
+    mesh: DeviceMesh,
+    layout: MeshLayout,
+    policy: Policy,
+    plans: Mapping[str, ParamPlan],
+    board: Board,
 ) -> None:
     """Creates the process groups that the plans use, in one order on all ranks.
+
+    Making a group that the mesh does not have waits for the ranks in it, so before that the ranks compare which ones
+    they want.
 
     Args:
         mesh: the user's mesh.
         layout: the mesh as a value.
         policy: the policy.
         plans: plan of every parameter.
+        board: where the ranks of this model compare notes.
+
+    Raises:
+        VerificationError: ranks want different groups.
     """
+    wanted = _wanted_groups(layout, policy, plans)
+    lines = [*program_facts(layout, policy, None, params={}), *(f"group over {g}" for g in wanted)]
+    board.post("groups", lines)
+    if any(w.inner > 1 or sum(layout.size(a) > 1 for a in w.axes) > 1 for w in wanted):
+        board.compare("groups", lines)
+    for group in wanted:
+        if group.inner:
+            get_inner_group_info(mesh, layout, group.axes, group.inner)
+        else:
+            get_group_info(mesh, layout, group.axes)
+
+
+def _wanted_groups(
+    layout: MeshLayout, policy: Policy, plans: Mapping[str, ParamPlan]
+) -> list[_Wanted]:
+    cut = sorted({p.shard_axes for p in plans.values() if p.shard_size > 1})
     inner = policy.reshard_after_forward
+    found = []
     if inner is not None and not isinstance(inner, bool):
-        for group in sorted({p.shard_axes for p in plans.values() if p.shard_size > 1}):
-            if layout.size(group) % inner == 0:
-                get_inner_group_info(mesh, layout, group, inner)
+        found += [_Wanted(axes, inner) for axes in cut if layout.size(axes) % inner == 0]
     axes = {p.shard_axes for p in plans.values()} | {p.replica_axes for p in plans.values()}
-    for group in sorted(axes):
-        get_group_info(mesh, layout, group)
+    return found + [_Wanted(group) for group in sorted(axes)]
 
 
 def convert_parameters(

@@ -84,6 +84,7 @@ class Runtime:
         units: units of the module.
         states: runtime state of every parameter, in registration order.
         device: device of this rank on the mesh.
+        board: where the ranks of this model compare notes.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Runtime:
         units: Units,
         states: Mapping[str, ParamState],
         device: torch.device,
+        board: Board,
     ) -> None:
         self.module = module
         self.original_class = original_class
@@ -113,7 +115,7 @@ class Runtime:
         self._versions: tuple[tuple[int, int], ...] = ()
         self.checked = False
         self.reductions: dict[Any, Any] = {}
-        self.board = Board(layout)
+        self.board = board
         self.weights_synced = not policy.sync_weights
         self._watch = ModelWatch(module, layout, states)
         self._hsdp_params: dict[str, HSDPParam] = {}

@@ -36,10 +36,10 @@ class Broken(Net):
 
 def _call(make: Any, mesh: Any, *args: Any, **policy: Any) -> str:
     """The text of the error that a first call raises."""
-    model = hp_compile.shard(make(), mesh, Policy(**{"backend": "aot_eager", **policy}))
     try:
+        model = hp_compile.shard(make(), mesh, Policy(**{"backend": "aot_eager", **policy}))
         model(*args)
-    except (VerificationError, hp_compile.CaptureError) as error:
+    except hp_compile.HPCompileError as error:
         return f"{type(error).__name__}: {error}"
     return "ran"
 
@@ -53,6 +53,9 @@ def differing_ranks(rank: int, world_size: int) -> dict[str, str]:
         "dtype": _call(Net, mesh, X if first else X.double().float()[None]),
         "labels": _call(Labelled, mesh, *((X,) if first else (X, torch.ones(2)))),
         "broken": _call(Net if first else Broken, mesh, X),
+        # One rank would make a process group that the other never makes, and wait for it forever.
+        "groups": _call(Net, mesh, X, reshard_after_forward=2 if first else True),
+        "refused": _call(Net, mesh, X, min_shard_numel=0, units=("o",) if first else ("none",)),
     }
     agree.TIMEOUT_SECONDS = 3.0
     start = time.monotonic()
@@ -80,6 +83,7 @@ def test_every_rank_reports_the_first_difference() -> None:
             ("policy", "policy.reduce_op"),
             ("dtype", "input"),
             ("labels", "input"),
+            ("groups", "policy.reshard_after_forward"),
         ):
             assert "VerificationError: ranks built different programs" in texts[name], texts[name]
             assert line in texts[name], texts[name]
@@ -90,6 +94,8 @@ def test_every_rank_reports_the_first_difference() -> None:
     assert "VerificationError: rank 1 could not build its program" in found[0]["broken"]
     assert "test_agree.py" in found[0]["broken"] and "torch.where" in found[0]["broken"]
     assert found[1]["broken"].startswith("CaptureError")
+    assert "VerificationError: rank 1 could not build its program" in found[0]["refused"]
+    assert found[1]["refused"].startswith("PolicyError")
     assert "rank 1 did not report a program within 3 s" in found[0]["absent"]
 
 
