@@ -6,15 +6,15 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_compile import build, fallback, reduction
 from hp_compile.agree import Board, compare_ranks
+from hp_compile.autograd import Call, Like, alias_of_output, match_layout, same_memory
 from hp_compile.cache import ProgramCache, module_state
 from hp_compile.convert import sync_replicas
 from hp_compile.program import Program, Sizes, sizes_of
@@ -28,7 +28,6 @@ from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
 from hyper_parallel.torch_compat.distributed import versions
-from hyper_parallel.torch_compat.graph import release_saved_tensors
 from passes.base import (
     BufferInput,
     BufferUpdate,
@@ -39,15 +38,11 @@ from passes.base import (
     SavedInput,
     SavedOutput,
     UserOutput,
-    hint,
     inputs,
     output_node,
 )
 
 log = logging.getLogger("hp_compile")
-
-#: Stands for a tensor among saved values; sizes and ``None`` (an LSTM saves some) are kept as they are.
-_TENSOR = object()
 
 
 @dataclass
@@ -61,14 +56,6 @@ class Flags:
     reshard: dict[str, bool | int] = field(default_factory=dict)
     reduce_op: str = "avg"
     divide_factor: float | None = None
-
-
-class _Like(NamedTuple):
-    """What a missing tangent needs to become zeros."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
 
 
 class Runtime:
@@ -285,13 +272,13 @@ class Runtime:
     def _run(self, program: Program, tensors: Sequence[torch.Tensor]) -> Any:
         if not program.trains:
             with torch.no_grad():
-                flat = self._forward(program, tensors)[0]
+                flat = self.run_forward(program, tensors)[0]
             return program.rebuild(flat, tensors)
         params = [s.param for s in self.states.values() if s.param.requires_grad]
-        flat = _Call.apply(self, program, len(tensors), *tensors, *params)
+        flat = Call.apply(self, program, len(tensors), *tensors, *params)
         return program.rebuild(flat, tensors)
 
-    def _forward(
+    def run_forward(
         self, program: Program, tensors: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[Any]]:
         """Runs forward; applies buffer updates; returns user outputs and saved values."""
@@ -321,10 +308,10 @@ class Runtime:
                 saved.append(value)
         for target, value in updates:
             # backward was traced for the value before the update
-            saved = [v.clone() if _same_memory(v, target) else v for v in saved]
+            saved = [v.clone() if same_memory(v, target) else v for v in saved]
             target.copy_(value)
         flat = [outputs[i] for i in sorted(outputs)]
-        return flat, [_alias_of_output(v, flat) for v in saved]
+        return flat, [alias_of_output(v, flat) for v in saved]
 
     def _weight(self, fqn: str) -> torch.Tensor:
         if self.unsharded is not None and fqn in self.unsharded:
@@ -340,13 +327,13 @@ class Runtime:
                 found[role.fqn] = self.module.get_buffer(role.fqn)
         return found
 
-    def _backward(
+    def run_backward(
         self,
         program: Program,
         sizes: Sizes,
         saved: list[Any],
         tangents: Sequence[torch.Tensor | None],
-        outputs: Sequence[_Like],
+        outputs: Sequence[Like],
     ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
         """Runs backward; returns reduced gradients by FQN (those handed to autograd) and input gradients.
 
@@ -369,7 +356,7 @@ class Runtime:
                 if tangent is None:
                     like = outputs[role.of.index] if isinstance(role.of, UserOutput) else traced
                     tangent = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-                values.append(_match_layout(tangent, traced))
+                values.append(match_layout(tangent, traced))
         with without_autocast(self.device):
             results = program.run_backward(choice.run, values, sizes)
         grads: dict[str, torch.Tensor] = {}
@@ -408,107 +395,3 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
-
-
-def _same_memory(value: object, other: torch.Tensor) -> bool:
-    if not isinstance(value, torch.Tensor) or value.numel() == 0:
-        return False
-    return value.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _alias_of_output(value: Any, flat: Sequence[torch.Tensor]) -> Any:
-    """A saved value that is also an output becomes a view of it: autograd then sees when the caller changes it in place."""
-    for output in flat:
-        if _same_memory(value, output):
-            return output.detach().as_strided(value.size(), value.stride(), value.storage_offset())
-    return value
-
-
-def _take_saved(ctx: Any) -> list[Any]:
-    """What forward saved, in a list that is its only owner, so backward frees each value after its last use."""
-    tensors = iter(ctx.saved_tensors)
-    saved = [
-        next(tensors)
-        if s is _TENSOR
-        else next(tensors).as_strided(*s)
-        if isinstance(s, _Window)
-        else s
-        for s in ctx.saved
-    ]
-    release_saved_tensors(ctx)
-    return saved
-
-
-def _match_layout(tangent: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
-    """The tangent in the strides that backward was traced for."""
-    if traced.is_contiguous():
-        return tangent.contiguous()
-    strides = traced.stride()
-    order = sorted(range(traced.dim()), key=lambda d: (-hint(strides[d]), d))
-    inverse = [order.index(d) for d in range(len(order))]
-    return tangent.permute(order).contiguous().permute(inverse)
-
-
-class _Window(NamedTuple):
-    """A saved value in the memory of an output: the output is saved, so autograd finds a change in place."""
-
-    shape: Sequence[int]
-    stride: Sequence[int]
-    offset: int
-
-
-def _as_outputs(
-    saved: Sequence[Any], outputs: Sequence[torch.Tensor]
-) -> tuple[list[Any], list[torch.Tensor]]:
-    """What to note about each saved value, and the tensors to hand to ``save_for_backward``."""
-    by_memory = {o.untyped_storage()._cdata: o for o in outputs}
-    notes: list[Any] = []
-    tensors: list[torch.Tensor] = []
-    for value in saved:
-        if not isinstance(value, torch.Tensor):
-            notes.append(value)
-            continue
-        output = by_memory.get(value.untyped_storage()._cdata)
-        if output is None or output.dtype != value.dtype:
-            notes.append(_TENSOR)
-            tensors.append(value)
-        else:
-            notes.append(_Window(value.shape, value.stride(), int(value.storage_offset())))
-            tensors.append(output)
-    return notes, tensors
-
-
-class _Call(torch.autograd.Function):
-    """One call of a training program under autograd."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, runtime: Runtime, program: Program, num_inputs: int, *values: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        flat, saved = runtime._forward(program, values[:num_inputs])
-        ctx.set_materialize_grads(False)
-        ctx.runtime, ctx.program, ctx.num_inputs = runtime, program, num_inputs
-        ctx.sizes = sizes_of(values[:num_inputs])
-        ctx.outputs = [_Like(v.shape, v.dtype, v.device) for v in flat]
-        ctx.saved, tensors = _as_outputs(saved, flat)
-        ctx.save_for_backward(*tensors)
-        fixed = program.differentiable
-        ctx.mark_non_differentiable(
-            *(v for i, v in enumerate(flat) if i not in fixed or not v.is_floating_point())
-        )
-        return tuple(flat)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        runtime: Runtime = ctx.runtime
-        grads, input_grads = runtime._backward(
-            ctx.program, ctx.sizes, _take_saved(ctx), tangents, ctx.outputs
-        )
-        by_input = [input_grads.get(i) for i in range(ctx.num_inputs)]
-        by_param = [
-            state.to_grad(grads[fqn]) if fqn in grads else None
-            for fqn, state in runtime.states.items()
-            if state.param.requires_grad
-        ]
-        return (None, None, None, *by_input, *by_param)

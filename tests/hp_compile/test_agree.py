@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hp_compile
-from hp_compile import Policy, VerificationError, agree
+from hp_compile import Policy, agree
 from tests.dist_pool import run_ranks
 from tests.fake_dist import fake_world
 from tests.hp_compile.single import Net
