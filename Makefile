@@ -17,10 +17,10 @@ export OMP_NUM_THREADS := 1
 export PYTHONPATH := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format mutants bench clean distclean
+.PHONY: help setup demo test test-slow lint format mutants bench clean distclean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(STAMP)  ## create .venv with everything that the other targets need
 
@@ -42,10 +42,14 @@ demo: $(STAMP)  ## capture, plan, prove, compile and train a model on 4 processe
 	$(BIN)/python examples/train.py --mesh dp_replicate=2,dp_shard=2 --dim 128 --layers 2 --steps 40 \
 	  --compare --output outputs/demo --overwrite $(ARGS)
 
-# Tests are handed out one by one, the slow ones first (tests/conftest.py), so that both halves end together.
+# Tests are handed out one by one, so that all workers end together.
 JOBS ?= 2
-test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist load --maxschedchunk 1 $(ARGS)
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist load --maxschedchunk 1
+test: $(STAMP)  ## run the tests, about ten minutes on two cores
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-slow: $(STAMP)  ## run the long tests, which CI runs too: scripts from start to end, large matrices
+	$(PYTEST) -m slow $(ARGS)
 
 lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff check .

@@ -25,12 +25,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under xdist start with the slow tests, so that no worker is left with one at the end."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """End the workers before the interpreter starts to shut down."""
     close_pools()

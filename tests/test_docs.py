@@ -65,7 +65,6 @@ def test_quick_start_runs_as_printed(readme_scripts: Path) -> None:
     assert len(losses) == 5 and all(5 < loss < 9 for loss in losses)
 
 
-@pytest.mark.slow
 def test_dump_in_readme_is_current(readme_scripts: Path) -> None:
     output = run("show_plan.py", cwd=readme_scripts).rstrip("\n") + "\n"
     (printed,) = blocks(README, "text")
