@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hp_compile.effects import CallWatch, StateWatch, walk
 from hp_compile.explain import Refusal, explained
+from hp_compile.repeat import joint_trace
 from hp_compile.signature import Signature, flatten_tree
 from hp_compile.twin import fake_twin
 from hyper_parallel.torch_compat import graph as compat
@@ -230,6 +231,7 @@ def capture(
     dynamic: Sequence[frozenset[int]],
     decompositions: Mapping[Any, Any],
     ignored: frozenset[int] = frozenset(),
+    reuse: bool = True,
 ) -> Captured:
     """Captures one program.
 
@@ -245,6 +247,7 @@ def capture(
         dynamic: for every tensor input, the dims whose size stays symbolic.
         decompositions: operator decompositions for the trace.
         ignored: ids of ignored parameters.
+        reuse: trace equal units once (see ``hp_compile.repeat``); the graph is the same without.
 
     Raises:
         CaptureError: the forward cannot be captured; the text names the module, the source line and what to do.
@@ -280,7 +283,8 @@ def capture(
     ]
     export_mode = next((v.fake_mode for v in values if compat.is_fake(v)), mode)
     with explained(twin), torch.set_grad_enabled(grad):
-        gm, _ = compat.joint_trace(forward, values, export_mode, decompositions)
+        repeated = [f"{_ROOT}.{fqn}" for fqn in unit_modules if fqn]
+        gm = joint_trace(forward, values, export_mode, decompositions, repeated, reuse=reuse)
         _refuse_nested_graphs(gm)
     gm = _flat(gm)
     assert outputs.spec is not None

@@ -31,6 +31,7 @@ __all__ = [
     "bind_sizes",
     "boxed_forward",
     "checkpoint_region",
+    "empty_graph_like",
     "fake_mode",
     "fake_parameter",
     "fast_tracing",
@@ -46,6 +47,7 @@ __all__ = [
     "pytree",
     "refuse_autograd_functions",
     "release_saved_tensors",
+    "set_checkpoint_region",
     "sizes_fit",
     "tracing_context",
     "written_arguments",
@@ -95,6 +97,13 @@ def fake_parameter(
     with mode:
         value = torch.empty(tuple(param.shape), dtype=dtype, device=device)
     return nn.Parameter(value, requires_grad=param.requires_grad)
+
+
+def empty_graph_like(graph: fx.Graph) -> fx.Graph:
+    """A graph without nodes that is called as ``graph`` is."""
+    empty = fx.Graph()
+    empty.set_codegen(graph._codegen)
+    return empty
 
 
 def tracing_context(mode: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
@@ -210,6 +219,11 @@ def checkpoint_region(node: fx.Node) -> int | None:
     """Number of the ``torch.utils.checkpoint`` region a node was captured in."""
     custom = node.meta.get("custom") or {}
     return custom.get(_REGION)
+
+
+def set_checkpoint_region(node: fx.Node, region: int) -> None:
+    """Moves a node to another ``torch.utils.checkpoint`` region."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), _REGION: region}
 
 
 @contextlib.contextmanager
