@@ -303,9 +303,7 @@ def capture(
 def _flat(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph alone: flat inputs and outputs, without pytree specs and the parameters it was traced from."""
     gm.graph.set_codegen(fx.graph.CodeGen())
-    fresh = fx.GraphModule(gm, gm.graph)
-    fresh.meta = dict(gm.meta)
-    return fresh
+    return compat.lazy_module(gm)
 
 
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -328,6 +326,8 @@ def _tied(twin: nn.Module) -> dict[str, str]:
 
 def _share_tied(forward: fx.GraphModule, tied: Mapping[str, str]) -> None:
     """Makes every use of a tied parameter read its first name, so it is one input with one gradient."""
+    if not tied:
+        return
     prefix = _ROOT + "."
     for node in list(forward.graph.nodes):
         if node.op == "get_attr" and str(node.target).removeprefix(prefix) in tied:

@@ -278,9 +278,15 @@ class _Expansion:
             n for n in self.inputs if self.places.get(n) is None
         ] or len(copied) != len(self.inputs):
             raise Unequal("inputs are in another order than parameters and buffers")
-        for index, (node, number) in enumerate(order, start=1):
+        numbered = "primals_{1}" if self.inputs[0].name == "primals_1" else "arg{0}_1"
+        if [n.name for n in self.inputs] != [
+            numbered.format(i, i + 1) for i in range(len(self.inputs))
+        ]:
+            raise Unequal("inputs have unknown names")
+        for index, (node, number) in enumerate(order):
             place = self.places.get(node)
-            copy = self.new.create_node("placeholder", f"primals_{index}", name=f"primals_{index}")
+            name = numbered.format(index, index + 1)
+            copy = self.new.create_node("placeholder", name, name=name)
             copy.meta = dict(node.meta)
             if place is None:
                 self.outside[node] = copy

@@ -39,6 +39,7 @@ __all__ = [
     "is_fake",
     "is_higher_order",
     "joint_trace",
+    "lazy_module",
     "mark_checkpoint_regions",
     "min_cut_partition",
     "number_of_guards",
@@ -150,6 +151,13 @@ def joint_trace(
         return gm, joint._aot_state.fw_metadata
 
 
+def lazy_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph in a module that holds what the graph names, and generates its code when it is first run or read."""
+    lazy = _LazyGraphModule(gm, gm.graph)
+    lazy.meta = dict(gm.meta)
+    return lazy
+
+
 def min_cut_partition(
     gm: fx.GraphModule, *, num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -157,7 +165,9 @@ def min_cut_partition(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     with _use_lazy_graph_module(True):
-        return min_cut_rematerialization_partition(gm, None, num_fwd_outputs=num_fwd_outputs)
+        halves = min_cut_rematerialization_partition(gm, None, num_fwd_outputs=num_fwd_outputs)
+    forward, backward = map(lazy_module, halves)  # reordering for autograd makes an eager one
+    return forward, backward
 
 
 def boxed_forward(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
