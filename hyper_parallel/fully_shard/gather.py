@@ -101,8 +101,9 @@ class _Label:
             ranks = [self.param.gather_ranks[index] for index in other]
             raise UnusedParameterError(
                 f"unit {self.describe()} was gathered while ranks {ranks} gathered another one; "
-                f"run the same units in the same order on all ranks, or make them one unit and "
-                f"call set_reduce_scatter_unused_params(True)"
+                f"run the same units in the same order on all ranks, or make them one unit (or set "
+                f"reshard_after_forward=False, if all ranks run them in forward) and call "
+                f"set_reduce_scatter_unused_params(True)"
             )
 
 
@@ -156,7 +157,8 @@ class PendingGather:
         except RuntimeError as error:
             raise UnusedParameterError(
                 f"the all-gather of unit {self._label.describe()} failed: {error}. If the ranks do "
-                f"not run the same units in the same order, make them"
+                f"not run the same units in the same order, make them, or make one unit of what "
+                f"only some use and call set_reduce_scatter_unused_params(True)"
             ) from error
         if not streams.real and moves_data(self._label.param.gather_group_info):
             self._label.check(self._buffer)

@@ -154,7 +154,9 @@ class HSDPModule:
     ) -> None:
         """Counts a gradient that some ranks lack as zero there, instead of raising an error.
 
-        A parameter that no rank used still gets none.
+        A parameter that no rank used still gets none. The reductions of these units run at the end
+        of backward, the only moment that comes on all ranks alike; until then their unreduced
+        gradients stay, so set it on the units that need it.
         """
         for unit in _units(self, recurse):
             unit.reduce_options.fill_unused = reduce_scatter_unused_params

@@ -4,9 +4,11 @@ A bucket is what can share a collective: equal groups and reduce dtype, usually 
 wire always has the same size, whichever parameters a backward used, so ranks cannot disagree about
 it. Behind the gradients each rank's row carries one number a parameter: how many ranks had no
 gradient for it. Zero is the normal case; all ranks means that there is no gradient; anything
-between is an error that every rank reports, unless the user asked for zeros to be filled in::
+between is an error that every rank reports, unless the user asked for zeros to be filled in. On the
+CPU a hash of the parameters' names follows, so that ranks that reduce different units at the same
+time find out instead of computing with a mixture::
 
-    row of one rank   | slice of weight | slice of bias | missing weight, missing bias |
+    row of one rank   | slice of weight | slice of bias | missing weight, missing bias | hash |
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hyper_parallel.errors import UnusedParameterError
 from hyper_parallel.fully_shard.assign import assign_gradient
 from hyper_parallel.fully_shard.param import HSDPParam
 from hyper_parallel.fully_shard.partial import sum_partial_gradients
 from hyper_parallel.fully_shard.scale import Scale
 from hyper_parallel.fully_shard.streams import Streams
-from hyper_parallel.fully_shard.unused import check_missing, moves_data
+from hyper_parallel.fully_shard.unused import check_label, check_missing, label_of, moves_data
 from hyper_parallel.groups import GroupInfo
 from hyper_parallel.torch_compat.eager import chunk_cat, reduce_scatter_flat
 
@@ -97,9 +100,23 @@ class ReduceBucket:
         )
 
     @cached_property
+    def label(self) -> tuple[bool, ...]:
+        """Bits that say whose gradients a row carries; none on an accelerator."""
+        if self.device.type != "cpu" or not self.communicates:
+            return ()
+        return label_of(self.params)
+
+    @cached_property
     def row_numel(self) -> int:
-        """Elements of a rank's row: all slices, and one count a parameter."""
-        return sum(self.numels) + len(self.params)
+        """Elements of a rank's row: all slices, one count a parameter, and the label."""
+        return sum(self.numels) + len(self.params) + len(self.label)
+
+    def check_row(self, row: Tensor, full_count: float) -> Tensor:
+        """Checks the label behind the slices of a reduced row and returns the counts before it."""
+        payload = sum(self.numels)
+        counts, label = row[payload:].split([len(self.params), len(self.label)])
+        check_label(self.params, self.label, label, full_count)
+        return counts
 
     @property
     def communicates(self) -> bool:
@@ -188,18 +205,28 @@ class PendingReduction:
         if not self._steps:
             return
         step = self._steps.pop(0)
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self._wait()
         step()
 
     def abandon(self) -> None:
         """Waits for the collective that runs now and drops its result."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self._wait()
         self._steps = []
         self.bucket.partial = None
+
+    def _wait(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            first = self.bucket.params[0]
+            raise UnusedParameterError(
+                f"the reduction of the gradients of {first.fqn} and {len(self.bucket.params) - 1} "
+                f"more parameters failed on rank {first.rank}: {error}. If the ranks do not use "
+                f"the same units, make them, or call set_reduce_scatter_unused_params(True)"
+            ) from error
 
     def release(self) -> None:
         """Makes the current stream wait for all of it; the buffers may then be used again."""
@@ -233,8 +260,10 @@ class PendingReduction:
                 wires.append(next(locals_).reshape(-1))
             else:
                 wires.append(param.geometry.gradient_wire(next(locals_)))
-        counts = torch.tensor(self._missing_here, dtype=dtype, device=bucket.device)
-        wires.append(counts.repeat(ranks))
+        behind = torch.tensor(
+            [*self._missing_here, *bucket.label], dtype=dtype, device=bucket.device
+        )
+        wires.append(behind.repeat(ranks))
         buffer = self._comm.allocate(
             (ranks * bucket.row_numel,), dtype=bucket.dtype, device=bucket.device
         )
@@ -269,7 +298,7 @@ class PendingReduction:
             check_missing(
                 bucket.params,
                 self._missing_here,
-                output[payload:],
+                bucket.check_row(output, self._full_after_scatter),
                 self._full_after_scatter,
                 self._options.fill_unused,
                 self._streams,
@@ -290,12 +319,11 @@ class PendingReduction:
             if self._options.hook is not None:
                 self._options.hook(output[: sum(bucket.numels)])
             _divide(output, self._scale.at_end)
-            counts = output[sum(bucket.numels) :]
             if bucket.communicates:
                 unused, self.deferred_check = check_missing(
                     bucket.params,
                     self._missing_here,
-                    counts,
+                    bucket.check_row(output, self._full_count),
                     self._full_count,
                     self._options.fill_unused,
                     self._streams,

@@ -130,6 +130,7 @@ class UnitState:
         if len(self.modules) > 1:
             self._to_run.discard(module)
             if self._to_run:
+                self._register_pre_backward(output)  # a loss may use this output only
                 return self._cast_output(output)
         return self.post_forward(module, args, output)
 
@@ -176,6 +177,8 @@ class UnitState:
         if first:
             self._error_before = sys.exc_info()[1]
             args, kwargs = self._enter_forward(args, kwargs)
+            for param in self.params:
+                param.adopt_requires_grad()
             self._to_run = set(self.modules)
         self.training_state = TrainingState.FORWARD
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -250,14 +253,21 @@ class UnitState:
                 before.prefetch(TrainingState.PRE_BACKWARD)
         return grad
 
-    def post_backward(self) -> None:
-        """Frees the parameters and reduces the gradients; does nothing without any."""
+    def post_backward(self, ends: bool = False) -> None:
+        """Frees the parameters and reduces the gradients; does nothing without any.
+
+        Where missing gradients count as zero, another rank may never get here before its backward
+        ends. Only the end comes in the same order on all ranks, so the reduction waits for it.
+
+        Args:
+            ends: The backward pass ends.
+        """
         if in_backward():  # a chunk whose output has no hook ends here only
             self.context.queue_final_callback(self.context_end_of_backward)
         self.training_state = TrainingState.POST_BACKWARD
         for param in self.params:
             param.accumulate_unsharded_grad_if_needed()
-        if not self.reduce_grads:
+        if not self.reduce_grads or (self.reduce_options.fill_unused and not ends):
             self._reshard_after_backward()
             for param in self.params:
                 param.to_accumulated_grad_if_needed()
@@ -295,9 +305,10 @@ class UnitState:
         """Ends a backward pass for all units of the model."""
         context = self.context
         try:
-            for unit in context.units:
-                if unit.training_state is not TrainingState.POST_BACKWARD:
-                    unit.post_backward()
+            for unit in reversed(context.units):  # inner units first, as in backward
+                done = unit.training_state is TrainingState.POST_BACKWARD
+                if not done or (unit.reduce_grads and unit.reduce_options.fill_unused):
+                    unit.post_backward(ends=True)
                 unit.training_state = TrainingState.IDLE
                 unit._to_run.clear()
             if context.is_last_backward or not context.streams.real:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,12 +14,47 @@ from hyper_parallel.fully_shard.param import HSDPParam
 from hyper_parallel.fully_shard.streams import Streams
 from hyper_parallel.groups import GroupInfo
 
-__all__ = ["check_missing", "moves_data"]
+__all__ = ["check_label", "check_missing", "label_of", "moves_data"]
+
+_LABEL_BITS = 16
+# bfloat16 rounds large counts.
+_ALL_RANKS = 1 - 2**-7
 
 
 def moves_data(info: GroupInfo) -> bool:
     """Tells whether collectives of a group really run: those of the fake backend do not."""
     return info.group is not None and dist.get_backend(info.group) != "fake"
+
+
+def label_of(params: Sequence[HSDPParam]) -> tuple[bool, ...]:
+    """Returns bits that differ, most likely, from those of other parameters."""
+    digest = zlib.crc32("\n".join(param.fqn for param in params).encode())
+    return tuple(bool(digest >> bit & 1) for bit in range(_LABEL_BITS))
+
+
+def check_label(
+    params: Sequence[HSDPParam], label: Sequence[bool], reduced: Tensor, full_count: float
+) -> None:
+    """Compares the labels that the ranks put behind their gradients.
+
+    Args:
+        params: The parameters that this rank reduces.
+        label: Their label.
+        reduced: The sum of the labels of all ranks, scaled like the gradients.
+        full_count: What a bit is if all ranks set it.
+
+    Raises:
+        UnusedParameterError: Some ranks reduced the gradients of other parameters.
+    """
+    for bit, count in zip(label, reduced.tolist(), strict=True):
+        if (count < full_count * _ALL_RANKS) if bit else (count != 0):
+            names = ", ".join(param.fqn for param in params)
+            raise UnusedParameterError(
+                f"this rank, {params[0].rank}, reduced the gradients of {names} while other ranks "
+                f"reduced those of other parameters; use the same units in the same order on all "
+                f"ranks, or call set_reduce_scatter_unused_params(True) on those that only some "
+                f"ranks use"
+            )
 
 
 def check_missing(
@@ -76,7 +112,7 @@ def _compare(
 ) -> list[bool]:
     unused, differ = [], []
     for param, here, count in zip(params, missing_here, counts, strict=True):
-        everywhere = here and count >= full_count * (1 - 2**-7)  # bfloat16 rounds large counts
+        everywhere = here and count >= full_count * _ALL_RANKS
         unused.append(everywhere)
         if count != 0 and not everywhere:
             differ.append((param, here, count))
