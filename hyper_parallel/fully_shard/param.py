@@ -381,6 +381,7 @@ class HSDPParam:
 
     def to_sharded(self) -> None:
         """Registers the slice and frees the full parameter."""
+        self.adopt_requires_grad()
         self._setattr_on_modules(self.sharded_param)
         self.free_unsharded_param()
         self._post_forward_local = None
@@ -525,6 +526,16 @@ class HSDPParam:
         if self.unsharded_accumulated_grad is not None:
             self.unsharded_accumulated_grad += self._unsharded_param.grad
             self._unsharded_param.grad = None
+
+    def adopt_requires_grad(self) -> None:
+        """Takes over ``requires_grad`` if it was set on what is registered instead of the slice."""
+        if self.sharded_state is ShardedState.SHARDED:
+            return
+        held = self.registered_param
+        if self.sharded_state is ShardedState.UNSHARDED and held is not self._unsharded_param:
+            return  # the user put something else there
+        if held.requires_grad != self.sharded_param.requires_grad:
+            self.sharded_param.requires_grad_(held.requires_grad)
 
     def take_gradient(self) -> Tensor | None:
         """Hands out the unreduced gradient and forgets it."""

@@ -61,3 +61,36 @@ def train_eager(
     return train(
         model, functools.partial(case.batch, rank), case.loss, options, before_micro=before_micro
     )
+
+
+def record_events(model: nn.Module) -> list[str]:
+    """Return a list that grows by "start UNIT", "use UNIT" and "reduce UNIT" while `model` runs."""
+    events: list[str] = []
+    for module in model.modules():
+        if isinstance(module, HSDPModule):
+            _trace(module._hsdp_unit_state, events)
+    return events
+
+
+def _trace(unit: Any, events: list[str]) -> None:
+    if "post_backward" in vars(unit):  # a unit of several modules, met before
+        return
+    unshard, wait, post = unit.unshard, unit.wait_for_unshard, unit.post_backward
+
+    def traced_unshard(async_op: bool = False) -> None:
+        idle = unit._gathers is None
+        unshard(async_op)
+        if idle and unit._gathers:
+            events.append(f"start {unit.name or 'root'}")
+
+    def traced_wait() -> None:
+        if unit._gathers:
+            events.append(f"use {unit.name or 'root'}")
+        wait()
+
+    def traced_post(ends: bool = False) -> None:
+        events.append(f"reduce {unit.name or 'root'}")
+        post(ends)
+
+    unit.unshard, unit.wait_for_unshard = traced_unshard, traced_wait
+    unit.post_backward = traced_post

@@ -28,7 +28,7 @@ from hyper_parallel import (
 from tests.baselines import TrainOptions, full
 from tests.count_collectives import count_collectives
 from tests.dist_pool import run_ranks
-from tests.fully_shard.runs import data_mesh, shard
+from tests.fully_shard.runs import data_mesh, record_events, shard
 from tests.models import CASES, LMConfig, TransformerLM, UnevenMLP, build
 
 LM = CASES["lm"]
@@ -282,33 +282,9 @@ def prefetch_order(rank: int, world_size: int, explicit: bool) -> list[str]:
         model.set_forward_prefetch_cells(blocks[:2])
         blocks[0].set_modules_to_forward_prefetch([blocks[2]])
         blocks[2].set_backward_prefetch_cells([blocks[1], blocks[0]])
-    events: list[str] = []
-    for unit in [m._hsdp_unit_state for m in (model, *blocks)]:
-        _trace(unit, events)
+    events = record_events(model)
     step(model, rank)
     return events
-
-
-def _trace(unit: Any, events: list[str]) -> None:
-    unshard, wait, post = unit.unshard, unit.wait_for_unshard, unit.post_backward
-
-    def traced_unshard(async_op: bool = False) -> None:
-        idle = unit._gathers is None
-        unshard(async_op)
-        if idle and unit._gathers is not None:
-            events.append(f"start {unit.name or 'root'}")
-
-    def traced_wait() -> None:
-        if unit._gathers is not None:
-            events.append(f"use {unit.name or 'root'}")
-        wait()
-
-    def traced_post() -> None:
-        events.append(f"reduce {unit.name or 'root'}")
-        post()
-
-    unit.unshard, unit.wait_for_unshard = traced_unshard, traced_wait
-    unit.post_backward = traced_post
 
 
 @pytest.mark.dist
