@@ -194,7 +194,7 @@ class HSDPParam:
         if self.offload_to_cpu and not local.is_meta:
             local = self._to_offload_device(local)
         sharded = nn.Parameter(self.to_sharded_dtensor(local), requires_grad=param.requires_grad)
-        sharded.__dict__.update(param.__dict__)  # what the user noted on it
+        sharded.__dict__.update(_notes_on(param))
         self.sharded_param = sharded
         self._setattr_on_modules(sharded)
 
@@ -370,7 +370,7 @@ class HSDPParam:
                 full, self._unsharded_mesh, self.unsharded_placements, self.plan.shape
             )
         self._unsharded_param = nn.Parameter(full, self.sharded_param.requires_grad)
-        self._unsharded_param.__dict__.update(self.sharded_param.__dict__)
+        self._unsharded_param.__dict__.update(_notes_on(self.sharded_param))
 
     def free_unsharded_param(self) -> None:
         """Frees the memory of the full parameter; its object, and views of it, stay."""
@@ -645,6 +645,12 @@ class HSDPParam:
 
     def __repr__(self) -> str:
         return f"HSDPParam(fqn={self.fqn!r}, shape={self.plan.shape}, {self.sharded_state.name})"
+
+
+def _notes_on(param: nn.Parameter) -> dict[str, Any]:
+    """Returns what the user noted on a parameter: not the tensors that a subclass is made of."""
+    own = vars(param.detach())
+    return {key: value for key, value in vars(param).items() if key not in own}
 
 
 def _resize_storage(tensor: Tensor, nbytes: int) -> None:

@@ -290,7 +290,9 @@ def small_checks(rank: int, world_size: int) -> None:
     # Several modules cannot be the root.
     pair = mlps(2)
     fully_shard(list(pair), mesh=data_mesh())
-    with pytest.raises(ShardedStateError, match="needs one root module, but .* several: HSDPMLP, "):
+    with pytest.raises(
+        ShardedStateError, match=r"needs one root module, but .* several: HSDPMLP, "
+    ):
         pair(torch.zeros(1, 8))
     # A unit without parameters of its own.
     model = mlps(2)
