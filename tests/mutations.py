@@ -567,19 +567,23 @@ def _times_two(gm: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _full_weights(gm: fx.GraphModule) -> Iterator[Any]:
-    """Gathered parameters that forward could save; the last node of a chain that feeds the model."""
+    """Gathered parameters that forward may not save; the last node of a chain that feeds the model."""
     program = info(gm)
     if program.stage == "forward" and program.facts.get("gathered"):
         for node in gm.graph.nodes:
             shape = tuple(getattr(node.meta.get("val"), "shape", ()))
             if node.target in (aten.slice.Tensor, aten.reshape.default, WAIT):
-                carried = [
-                    p
-                    for p in program.params.values()
-                    if p.shard_size > 1 and p.local_shape == shape and _reshards(program, p.fqn)
-                ]
-                if carried and any(u.meta.get("nn_module_stack") for u in node.users):
+                held = [f for f in _gathered_with(node) if program.params[f].local_shape == shape]
+                freed = bool(held) and all(_reshards(program, fqn) for fqn in held)
+                if freed and any(u.meta.get("nn_module_stack") for u in node.users):
                     yield node
+
+
+def _gathered_with(node: fx.Node) -> tuple[str, ...]:
+    """The parameters of the gather that a value is taken from; none for a value of another kind."""
+    while node.all_input_nodes and node.target is not GATHER:
+        node = node.all_input_nodes[0]
+    return node.meta["comm"].params if node.target is GATHER else ()
 
 
 def _reshards(program: Any, fqn: str) -> bool:
