@@ -37,6 +37,7 @@ from hyper_parallel.policy import CPUOffloadPolicy, MixedPrecisionPolicy, Offloa
 from hyper_parallel.torch_compat.eager import (
     hide_from_dynamo,
     in_backward,
+    outside_transforms,
     preserve_version_counter,
 )
 
@@ -355,18 +356,19 @@ class UnitState:
         for param in self.params:
             if param.gather_geometry is not None:
                 groups.setdefault(param.gather_ranks, []).append(param)
-        self._gathers = [
-            start_all_gather(
-                members,
-                members[0].gather_group_info,
-                self.context.streams,
-                self.all_gather_comm,
-                unit=self.name,
-                side_streams=in_step and not async_op,
-                async_op=async_op,
-            )
-            for members in groups.values()
-        ]
+        with outside_transforms():
+            self._gathers = [
+                start_all_gather(
+                    members,
+                    members[0].gather_group_info,
+                    self.context.streams,
+                    self.all_gather_comm,
+                    unit=self.name,
+                    side_streams=in_step and not async_op,
+                    async_op=async_op,
+                )
+                for members in groups.values()
+            ]
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -379,12 +381,13 @@ class UnitState:
         if in_forward:
             context.free_buffer_in_use()
         gathers, self._gathers = self._gathers, None
-        for gather in gathers:
-            gather.finish(context.streams)
-        for param in self.params:
-            if param.gather_geometry is None:
-                _fill_whole(param)
-            param.to_unsharded()
+        with outside_transforms():
+            for gather in gathers:
+                gather.finish(context.streams)
+            for param in self.params:
+                if param.gather_geometry is None:
+                    _fill_whole(param)
+                param.to_unsharded()
         self.sharded_state = ShardedState.UNSHARDED
         if context.streams.real and gathers:
             if in_forward and not self.unshard_async_op:

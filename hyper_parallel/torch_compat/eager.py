@@ -35,6 +35,7 @@ __all__ = [
     "hide_from_dynamo",
     "in_backward",
     "is_torch_fsdp_module",
+    "outside_transforms",
     "post_accumulate_grad_hooks",
     "preserve_version_counter",
     "queue_backward_callback",
@@ -57,6 +58,13 @@ def in_backward() -> bool:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Runs ``callback`` once, when the backward pass that runs now has ended."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Suspends ``torch.func`` transforms such as ``jvp``: what is gathered is no part of them."""
+    if torch._C._are_functorch_transforms_active():
+        return torch._C._DisableFuncTorch()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
 
 
 def preserve_version_counter(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
