@@ -88,6 +88,15 @@ def test_equal_to_unsharded(world: int, shape: tuple[int, ...], name: str) -> No
 
 
 @pytest.mark.dist
+def test_tied_weights_that_are_cut_unevenly() -> None:
+    """64 rows over 3 ranks: the last slice is short, and every row is trained."""
+    options = TrainOptions(steps=3)
+    expected = train_unsharded("lm_tied", 3, options)
+    actual = merge_ranks(run_ranks(train_eager, 3, "lm_tied", options))
+    assert_same(actual, expected, **TOLERANCE)
+
+
+@pytest.mark.dist
 def test_topologies_agree() -> None:
     results = [
         merge_ranks(run_ranks(train_eager, 4, "lm", TrainOptions(steps=2, mesh_shape=shape)))
