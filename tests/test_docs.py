@@ -110,7 +110,9 @@ def test_named_files_exist(page: Path) -> None:
 
 def test_tests_named_on_the_parity_page_exist() -> None:
     folder = ROOT / "tests" / "fully_shard"
-    named = re.findall(r"`(test_\w+)\.(test_\w+)`", (ROOT / "docs" / "parity.md").read_text("utf-8"))
+    named = re.findall(
+        r"`(test_\w+)\.(test_\w+)`", (ROOT / "docs" / "parity.md").read_text("utf-8")
+    )
     assert len(named) > 80
     texts = {path.stem: path.read_text("utf-8") for path in folder.glob("test_*.py")}
     for module, test in named:
