@@ -23,6 +23,7 @@ from torch import fx
 import passes
 from hyper_parallel.errors import PolicyError, VerificationError
 from hyper_parallel.policy import Policy
+from hyper_parallel.torch_compat import graph as compat
 from passes.base import info
 from passes.verify import verify_programs, verify_stage
 
@@ -148,7 +149,8 @@ def split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
 def _timed(step: Step, gm: fx.GraphModule) -> Any:
     _check_contract(step, gm)
     start = time.perf_counter()
-    result = step.run(gm, **step.options)
+    with compat.fast_tracing():  # passes compute sizes of what they add
+        result = step.run(gm, **step.options)
     seconds = time.perf_counter() - start
     programs = result if isinstance(result, tuple) else (result,)
     for program in programs:
