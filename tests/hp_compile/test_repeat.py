@@ -254,7 +254,11 @@ REUSED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n == "llama" else ()) for n in REUSED]
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("between", "branches") else pytest.mark.slow)
+        for n in REUSED
+    ],
 )
 def test_graph_is_the_one_of_the_full_trace(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -358,7 +362,9 @@ def test_a_trace_that_does_not_repeat_itself_is_not_reused(
     assert_same(ours, full)
 
 
-@pytest.mark.parametrize("make", [language_model, OperatorsBetween, Branches])
+@pytest.mark.parametrize(
+    "make", [pytest.param(language_model, marks=pytest.mark.slow), OperatorsBetween, Branches]
+)
 def test_gradients_are_those_of_the_plain_model(
     make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
