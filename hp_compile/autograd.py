@@ -42,6 +42,10 @@ def alias_of_output(value: Any, flat: Sequence[torch.Tensor]) -> Any:
     return value
 
 
+def _can_have_gradient(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
 def _take_saved(ctx: Any) -> list[Any]:
     """What forward saved, in a list that is its only owner, so backward frees each value after its last use."""
     tensors = iter(ctx.saved_tensors)
@@ -113,7 +117,7 @@ class Call(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         fixed = program.differentiable
         ctx.mark_non_differentiable(
-            *(v for i, v in enumerate(flat) if i not in fixed or not v.is_floating_point())
+            *(v for i, v in enumerate(flat) if i not in fixed or not _can_have_gradient(v))
         )
         return tuple(flat)
 

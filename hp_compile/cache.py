@@ -1,8 +1,8 @@
 """The program cache: which program serves a call, and when a new one is captured.
 
 A program is selected by everything that its graph has baked in: the input signature, the mode (train flags of every submodule,
-grad mode, autocast), which parameters train, the flags of the runtime, and the modules' own simple attributes (a number or
-switch that forward may read). Sizes are not part of that: each program says which it accepts.
+grad mode, autocast), which parameters train, the flags of the runtime, and the modules' own attributes, by value
+(``hp_compile.attributes``). Sizes are not part of that: each program says which it accepts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from hp_compile.program import Program, Sizes, sizes_of
 from hp_compile.signature import Signature
@@ -24,8 +23,6 @@ log = logging.getLogger("hp_compile")
 MAX_PROGRAMS = 8
 #: Programs kept in all; the one that was not used for longest goes.
 MAX_KEPT = 64
-
-_SIMPLE = frozenset({bool, int, float, str, type(None)})
 
 #: Captures one program for a call; ``True`` makes all dims symbolic.
 Capture = Callable[[bool], Program]
@@ -59,7 +56,7 @@ class ProgramCache:
             signature: signature of the call.
             tensors: its flat tensors.
             mode: grad mode, autocast and flags.
-            state: attributes of the modules (see :func:`module_state`).
+            state: attributes of the modules (see ``hp_compile.attributes``).
             capture: captures a new one.
         """
         key = (signature, mode, state)
@@ -132,13 +129,6 @@ class ProgramCache:
             self._states.append(state)
 
 
-def module_state(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-    """Simple attributes of every module (``training`` among them), by value: forward may read any of them."""
-    return tuple(
-        tuple((type(v), v) for v in m.__dict__.values() if type(v) in _SIMPLE) for m in modules
-    )
-
-
 def _differ_beyond_batch(sizes: Sizes, traced: Sizes) -> bool:
     return any(a[1:] != b[1:] for a, b in zip(sizes, traced, strict=True))
 
@@ -155,4 +145,4 @@ def _first_change(before: Sequence[str], after: Sequence[str]) -> str:
     return next((b for a, b in zip(before, after, strict=False) if a != b), "another structure")
 
 
-__all__ = ["MAX_KEPT", "MAX_PROGRAMS", "Capture", "ProgramCache", "module_state"]
+__all__ = ["MAX_KEPT", "MAX_PROGRAMS", "Capture", "ProgramCache"]

@@ -56,7 +56,7 @@ def walk(
         children = ((f"{path}[{i}]", item) for i, item in enumerate(list(value)))
     elif isinstance(value, nn.Module):
         children = iter([(f"{path}.{n}", p) for n, p in value.named_parameters()])
-    elif _is_plain_object(value):
+    elif is_plain_object(value):
         children = ((f"{path}.{name}", item) for name, item in list(vars(value).items()))
     if children is not None:
         seen.add(id(value))
@@ -64,7 +64,8 @@ def walk(
             yield from walk(item, where, seen, depth + 1)
 
 
-def _is_plain_object(value: object) -> bool:
+def is_plain_object(value: object) -> bool:
+    """True for an instance of the user's own class that is neither a function nor a library's machinery."""
     kind = type(value)
     if isinstance(value, type) or callable(value) or not hasattr(value, "__dict__"):
         return False

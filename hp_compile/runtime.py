@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_compile import build, fallback, reduction
 from hp_compile.agree import Board, compare_ranks
+from hp_compile.attributes import module_state
 from hp_compile.autograd import Call, Like, alias_of_output, match_layout, same_memory
-from hp_compile.cache import ProgramCache, module_state
+from hp_compile.cache import ProgramCache
 from hp_compile.convert import sync_replicas
 from hp_compile.program import Program, Sizes, sizes_of
 from hp_compile.signature import Signature, flatten_call

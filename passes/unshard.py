@@ -239,7 +239,7 @@ def _tag(chain: Sequence[fx.Node], full: fx.Node, keep: bool) -> None:
 
 def is_weight_view(node: fx.Node) -> bool:
     """A view or a cast of one value: of a weight it is as large as the weight, so it is treated like it."""
-    known = node.target in VIEWS or node.target is convert
+    known = node.target in VIEWS or node.target in (convert, aten._to_copy.default)
     return known and node.op == "call_function" and len(node.all_input_nodes) == 1
 
 

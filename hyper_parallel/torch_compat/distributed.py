@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import (
 )
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
@@ -119,8 +119,9 @@ def local_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def versions(value: torch.Tensor) -> tuple[int, int]:
-    """Counts of the changes in place of a DTensor: through itself, and through its local tensor."""
-    return value._version, local_tensor(value)._version
+    """Counts of the changes in place of a tensor: through itself, and through its local tensor if it is a DTensor."""
+    local = local_tensor(value) if isinstance(value, DTensor) else value
+    return value._version, local._version
 
 
 def default_store() -> dist.Store:
