@@ -53,6 +53,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: Policy | None = None) -> n
         )
     check.check_module(model)
     layout = MeshLayout.from_mesh(mesh, policy.roles)
+    check.warn_if_not_parallel(layout)
     board = Board(layout)
     original = type(model)
     try:
@@ -102,6 +103,10 @@ def plan(
         >>> print(hp_compile.plan(model, mesh, policy, args=(tokens,)).dump())  # doctest: +SKIP
     """
     policy = _checked(model, mesh, policy)
+    if not isinstance(args, tuple | list):
+        raise HPCompileError(
+            f"args: expected a tuple of positional inputs, got {type(args).__name__}; write args=(inputs,)"
+        )
     layout = MeshLayout.from_mesh(mesh, policy.roles)
     runtime: Runtime | None = getattr(model, "_hp_runtime", None)
     original = type(model) if runtime is None else runtime.original_class
@@ -148,8 +153,15 @@ def verify(graph_module: fx.GraphModule, plan: Plan) -> None:
         plan: the plan it claims to implement.
 
     Raises:
+        HPCompileError: an argument is of another type.
         VerificationError: some gradient is not reduced exactly once over every axis, or a collective is wrong.
     """
+    if not isinstance(graph_module, fx.GraphModule):
+        raise HPCompileError(
+            f"graph_module: expected a torch.fx.GraphModule, got {type(graph_module).__name__}"
+        )
+    if not isinstance(plan, Plan):
+        raise HPCompileError(f"plan: expected an hp_compile.Plan, got {type(plan).__name__}")
     verify_against(graph_module, plan.graphs)
 
 

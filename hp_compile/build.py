@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from hp_compile import pipeline
 from hp_compile.capture import Captured, capture
+from hp_compile.check import check_call
 from hp_compile.explain import Refusal
 from hp_compile.lower import Lowered, decompositions, lower
 from hp_compile.program import Program, Reduction, sizes_of
@@ -86,7 +87,9 @@ def build_program(
 
     Raises:
         CaptureError: the forward cannot be captured.
+        TypeError: the call does not fit the parameters of forward.
     """
+    check_call(module, original_class, *signature.rebuild(tensors))
     by_name = dict(module.named_parameters())
     options = dict(
         original_class=original_class,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from hyper_parallel.errors import HPCompileError, PlacementError
+from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.torch_compat.eager import gradient_hooks
 
@@ -58,6 +62,34 @@ def check_module(module: nn.Module) -> None:
             f"{names(sparse)}: layout {params[sparse[0]].layout}; only dense parameters can be cut. Make it dense, or name "
             "it in Policy(ignored_params=...)"
         )
+
+
+def warn_if_not_parallel(layout: MeshLayout) -> None:
+    """Warns about a mesh on which nothing is cut and nothing is reduced, although it has several ranks."""
+    if len(layout.ranks) > 1 and layout.size(layout.batch_dims) == 1:
+        warnings.warn(
+            f"the mesh ({layout.describe()}) has no data-parallel dim: no parameter is cut, no gradient is reduced, and every "
+            "rank has to be given the same data. Name a dim dp_shard or dp_replicate, or set Policy(roles={'shard': ...})",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def check_call(
+    module: nn.Module, original_class: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Checks that a call fits the parameters of ``forward``, before anything is captured.
+
+    Raises:
+        TypeError: it does not; the text is Python's own.
+    """
+    own = vars(module).get("forward")
+    forward = original_class.forward if own is None else own
+    given = (module, *args) if own is None else args
+    try:
+        inspect.signature(forward).bind(*given, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{original_class.__name__}.forward: {error}") from None
 
 
 def check_parameters(

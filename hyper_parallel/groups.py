@@ -67,6 +67,7 @@ def get_group_info(mesh: DeviceMesh, layout: MeshLayout, axes: str | Iterable[st
     key = (layout.digest, live)
     group = _GROUPS.get(key)
     if group is None or not _is_alive(group):
+        _forget_destroyed_groups()
         group = _find_group(mesh, layout, live)
         _GROUPS[key] = group
     register_group_alias(name, group)
@@ -105,6 +106,7 @@ def get_inner_group_info(
     key = (layout.digest, (*axes, f"/{size}"))
     group = _GROUPS.get(key)
     if group is None or not _is_alive(group):
+        _forget_destroyed_groups()
         ranks = layout.ranks_along(axes)
         start = ranks.index(layout.rank) // size * size
         group = _make_group(ranks[start : start + size])
@@ -116,6 +118,12 @@ def get_inner_group_info(
 def clear_group_cache() -> None:
     """Forgets every cached group; the groups themselves stay until they are destroyed."""
     _GROUPS.clear()
+
+
+def _forget_destroyed_groups() -> None:
+    """Lets go of groups that were destroyed: their threads and buffers end with the last reference."""
+    for key in [key for key, group in _GROUPS.items() if not _is_alive(group)]:
+        del _GROUPS[key]
 
 
 def _find_group(mesh: DeviceMesh, layout: MeshLayout, axes: tuple[str, ...]) -> dist.ProcessGroup:

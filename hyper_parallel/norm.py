@@ -69,6 +69,16 @@ def get_total_norm(
 
 
 @torch.no_grad()
+def _listed(parameters: Iterable[Tensor]) -> list[Tensor]:
+    found = list(parameters) if isinstance(parameters, Iterable) else [parameters]
+    wrong = next((p for p in found if not isinstance(p, Tensor)), None)
+    if wrong is not None:
+        raise TypeError(
+            f"parameters: expected an iterable of parameters, such as model.parameters(); got {type(wrong).__name__}"
+        )
+    return found
+
+
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -93,6 +103,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: The total is not finite and ``error_if_nonfinite`` is set.
+        TypeError: ``parameters`` is no iterable of tensors.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -100,7 +111,7 @@ def clip_grad_norm_(
         >>> clip_grad_norm_([weight], 2.0), weight.grad
         (tensor(4.), tensor([2.0000]))
     """
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = [parameters] if isinstance(parameters, Tensor) else _listed(parameters)
     grads = [param.grad for param in params if param.grad is not None]
     total = _total_norm(grads, params, float(norm_type), error_if_nonfinite, foreach)
     # Multiplying by a factor clamped to 1 needs no synchronisation with the device, an if would.

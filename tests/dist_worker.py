@@ -76,15 +76,21 @@ def reset_state() -> None:
 
 
 def clear_mesh_caches() -> None:
-    """Forget results that hold a DeviceMesh.
+    """Forget results that hold a DeviceMesh, and with it the groups of a case and their threads.
 
-    Meshes with the same ranks and names compare equal even when the groups of one are gone.
+    Threads of gloo poll, so a leak slows everything that comes after it. And meshes with the same
+    ranks and names compare equal even when the groups of one are gone.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+
+    clear_redistribute_planner_cache()
+    MeshTopoInfo.build_from_mesh.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor"):
             for value in list(vars(module).values()):
@@ -153,6 +159,9 @@ class _Cleaner:
         """Return to the state before the first case."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        groups = sys.modules.get("hyper_parallel.groups")
+        if groups is not None:
+            groups.clear_group_cache()
         clear_mesh_caches()
         gc.collect()
         self.freeze_modules()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.baselines import TrainOptions, train_fsdp2
 from tests.dist_pool import RanksFailed, fake_world, local_ranks, run_ranks
+from tests.fully_shard.runs import train_eager
 
 
 def sum_of_ranks(rank: int, world_size: int, factor: int) -> tuple[int, float]:
@@ -76,6 +79,21 @@ def test_values_come_back_and_workers_are_reused() -> None:
     assert [value for _, value in second] == [100.0, 100.0]
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
     assert len({pid for pid, _ in first} | {os.getpid()}) == 3
+
+
+def count_threads(rank: int, world_size: int) -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_case_leaves_no_threads_behind() -> None:
+    """Groups that something still holds keep their threads, which slow down every later case."""
+    before = run_ranks(count_threads, 2)
+    for name in ("tiny", "uneven"):
+        for train in (train_fsdp2, train_eager):
+            run_ranks(train, 2, name, TrainOptions(steps=1, mesh_shape=(1, 2)))
+    assert run_ranks(count_threads, 2) == before
 
 
 @pytest.mark.dist
