@@ -206,7 +206,7 @@ def test_hooks() -> None:
 
     for fqn, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(
-            # autograd runs the hooks of every input of a function, also where it returned no gradient
+            # PyTorch runs the hooks of every input of a function, also where it returned no gradient
             lambda p, fqn=fqn: note(fqn, p)
         )
     model(torch.rand(5, 4))["left"].square().sum().backward()
