@@ -72,6 +72,7 @@ def both(rank: int, world_size: int, combinations: list[Combination]) -> list[tu
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_combinations_equal_fsdp2() -> None:
     for rank_runs in run_ranks(both, 2, COMBINATIONS, timeout=600):

@@ -30,7 +30,7 @@ from tests.dist_pool import run_ranks
 from tests.fully_shard.runs import data_mesh, shard
 from tests.models import CASES, BatchNormNet, FrozenNet, build
 
-NAMES = ["uneven", "lm_tied", "scalar"]
+NAMES = ["uneven", pytest.param("lm_tied", marks=pytest.mark.slow), "scalar"]
 
 
 def round_trip(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
@@ -255,7 +255,7 @@ def test_checkpoints_exchange_with_fsdp2(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("source", "target"), [("eager", "compiled"), ("compiled", "eager")])
-@pytest.mark.parametrize("name", ["uneven", "lm_tied"])
+@pytest.mark.parametrize("name", ["uneven", pytest.param("lm_tied", marks=pytest.mark.slow)])
 def test_checkpoints_exchange_with_the_compiled_path(
     name: str, source: str, target: str, tmp_path: Path
 ) -> None:
