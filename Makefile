@@ -45,7 +45,7 @@ demo: $(STAMP)  ## capture, plan, prove, compile and train a model on 4 processe
 # Tests are handed out one by one, so that all workers end together.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist load --maxschedchunk 1
-test: $(STAMP)  ## run the tests, about ten minutes on two cores
+test: $(STAMP)  ## run the tests, about twelve minutes on two cores
 	$(PYTEST) -m 'not slow' $(ARGS)
 
 test-slow: $(STAMP)  ## run the long tests, which CI runs too: scripts from start to end, large matrices

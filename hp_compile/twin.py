@@ -84,7 +84,9 @@ def _copy_error(module: nn.Module, memo: dict[int, Any], error: Exception) -> st
                 continue
             try:
                 copy.deepcopy(value, dict(memo))
-            except Exception:
+            except (
+                Exception
+            ):  # any error: the first attribute that cannot be copied is the one to name
                 line = attribute_line(sub, name)
                 where = f"attribute {joined(fqn, name)!r} ({type(value).__name__}{f', {line}' if line else ''})"
                 return _cannot_copy(where, error)

@@ -88,6 +88,7 @@ def test_pass_of_the_contributors_page() -> None:
     names: dict[str, Any] = {}
     for code in blocks(ROOT / "CONTRIBUTING.md", "python"):
         exec(code, names)
+    assert "sweep" in names
     names["test_sweep_removes_what_nobody_uses"]()
 
 

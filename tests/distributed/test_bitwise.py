@@ -29,7 +29,7 @@ def pairs(
     ]
 
 
-def compare(
+def assert_equal_to_fsdp2(
     runs: list[tuple[str, TrainOptions, dict[str, Any]]],
     world_size: int,
     rtol: float = 0.0,
@@ -45,7 +45,7 @@ def compare(
 @pytest.mark.dist
 @pytest.mark.slow
 def test_transformer_equals_fsdp2_bit_for_bit() -> None:
-    compare([("lm", SIX, {})], 2)
+    assert_equal_to_fsdp2([("lm", SIX, {})], 2)
 
 
 @pytest.mark.dist
@@ -65,14 +65,14 @@ def test_every_way_to_communicate_equals_fsdp2_bit_for_bit() -> None:
         (name, TrainOptions(steps=3), {})
         for name in ("uneven", "tied", "frozen", "unused", "two_biases", "batch_norm")
     ]
-    compare(runs, 2)
+    assert_equal_to_fsdp2(runs, 2)
 
 
 @pytest.mark.dist
 def test_hybrid_and_pairs_equal_fsdp2_bit_for_bit() -> None:
     hybrid = TrainOptions(steps=3, mesh_shape=(2, 2))
     in_pairs = TrainOptions(steps=3, reshard_after_forward=2)
-    compare([("tiny", hybrid, {}), ("uneven", hybrid, {}), ("tiny", in_pairs, {})], 4)
+    assert_equal_to_fsdp2([("tiny", hybrid, {}), ("uneven", hybrid, {}), ("tiny", in_pairs, {})], 4)
 
 
 def train_twice(

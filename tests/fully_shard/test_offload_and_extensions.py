@@ -140,6 +140,8 @@ class NewSignature(HalfGather):
 
 
 class OnlyPre(Wrapped):
+    """Half of the protocol, which is refused before the method could be called."""
+
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
         raise NotImplementedError
 
