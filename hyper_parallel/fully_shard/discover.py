@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.errors import PlacementError, PolicyError, ShardedStateError
 from hyper_parallel.fully_shard.optim import owner_of
-from hyper_parallel.fully_shard.param import ParamSlot
 from hyper_parallel.fully_shard.registry import unit_of
+from hyper_parallel.fully_shard.slice import ParamSlot
 from hyper_parallel.torch_compat.eager import is_torch_fsdp_module
 
 __all__ = ["Managed", "check_modules", "discover", "move_to_device"]

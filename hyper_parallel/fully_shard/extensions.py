@@ -16,7 +16,7 @@ from torch import Tensor
 from hyper_parallel.errors import PlacementError
 
 if TYPE_CHECKING:
-    from hyper_parallel.fully_shard.param import HSDPParam
+    from hyper_parallel.fully_shard.slice import ParamSlice
 
 __all__ = ["GatherExtension"]
 
@@ -26,13 +26,13 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 class GatherExtension:
     """The extension of one parameter, with what its pre-hook left for its post-hook."""
 
-    def __init__(self, param: HSDPParam) -> None:
+    def __init__(self, param: ParamSlice) -> None:
         self._param = param
         self._metadata: Any = None
         self._sizes: list[torch.Size] = []
 
     @classmethod
-    def of(cls, param: HSDPParam) -> GatherExtension | None:
+    def of(cls, param: ParamSlice) -> GatherExtension | None:
         """Returns the extension of a parameter's local tensor, or None.
 
         Raises:

@@ -7,8 +7,9 @@ import dataclasses
 from torch import nn
 
 from hyper_parallel.errors import ShardedStateError
+from hyper_parallel.fully_shard.lifetime import TrainingState
 from hyper_parallel.fully_shard.registry import unit_of
-from hyper_parallel.fully_shard.state import TrainingState, UnitState
+from hyper_parallel.fully_shard.state import UnitState
 
 __all__ = ["init_root"]
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ from torch import Tensor, nn
 
 from hyper_parallel.errors import ShardedStateError
 from hyper_parallel.fully_shard.autograd import PostBackward
-from hyper_parallel.fully_shard.context import RunContext
-from hyper_parallel.fully_shard.gather import AllGather, PendingGather, start_all_gather
-from hyper_parallel.fully_shard.param import HSDPParam, ShardedState
+from hyper_parallel.fully_shard.lifetime import ParamLifetime, TrainingState
+from hyper_parallel.fully_shard.param import HSDPParam
 from hyper_parallel.fully_shard.reduce import (
     PendingReduction,
     ReduceBucket,
@@ -34,12 +32,7 @@ from hyper_parallel.fully_shard.reduce import (
 )
 from hyper_parallel.fully_shard.tree import cast_floating_point, grad_tensors, map_tensors
 from hyper_parallel.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from hyper_parallel.torch_compat.eager import (
-    hide_from_dynamo,
-    in_backward,
-    outside_transforms,
-    preserve_version_counter,
-)
+from hyper_parallel.torch_compat.eager import hide_from_dynamo, in_backward
 
 __all__ = ["TrainingState", "UnitState"]
 
@@ -47,27 +40,14 @@ __all__ = ["TrainingState", "UnitState"]
 _LONGEST_STASH = 64
 
 
-class TrainingState(Enum):
-    """Where a unit is in a step."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    PRE_BACKWARD = auto()
-    POST_BACKWARD = auto()
-
-
-class UnitState:
+class UnitState(ParamLifetime):
     """The state and the hooks of the modules that one call of ``fully_shard`` made a unit.
 
     Attributes:
-        params: The parameters of the unit, in registration order.
-        context: What it shares with the other units of its model.
         reduce_options: How its gradients are reduced.
         reduce_grads: Whether a backward reduces gradients or accumulates them.
         reshard_after_backward: Whether a backward frees the full parameters.
         keep_until_last_backward: Whether only the last backward of a step frees them (ZeRO-2).
-        unshard_in_backward: Whether backward needs the parameters at all.
-        unshard_async_op: Gather on the current stream, for explicit prefetching only.
     """
 
     def __init__(
@@ -81,32 +61,21 @@ class UnitState:
         reshard_after_forward: bool | None,
         sync_weights: bool = False,
     ) -> None:
+        super().__init__(params, device, reshard_after_forward)
         self.modules = tuple(modules)
-        self.params = list(params)
         self.device = device
         self.mp_policy = mp_policy
         self.offload_policy = offload_policy
-        self.name = ""
-        self.is_root: bool | None = None
-        self.context = RunContext(device)
         self.context.units = [self]
-        self.training_state = TrainingState.IDLE
-        self.sharded_state = ShardedState.SHARDED
         self.reduce_options = ReduceOptions()
         self.reduce_grads = True
         self.reshard_after_backward = True
         self.keep_until_last_backward = False
-        self.unshard_in_backward = True
-        self.unshard_async_op = False
-        self.all_gather_comm = AllGather()
         self.forward_prefetch: list[UnitState] = []
         self.backward_prefetch: list[UnitState] = []
-        self._reshard_after_forward = reshard_after_forward  # None: all but the root
-        self._gathers: list[PendingGather] | None = None
         self._buckets: list[ReduceBucket] = []
         self._bucket_key: tuple[Any, ...] | None = None
         self._post_forward_indices: list[int] = []
-        self._reshard_event: Any = None
         self._to_run: set[nn.Module] = set()  # of several modules, those still to run forward
         self._error_before: BaseException | None = None
         self.inner_modules: list[nn.Module] = []
@@ -332,126 +301,6 @@ class UnitState:
         self._drop_gathers()  # a prefetch that nobody needed
         self._post_forward_indices.clear()
 
-    # Unshard and reshard
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def unshard(self, async_op: bool = False) -> None:
-        """Starts the all-gather; nothing if it runs already or is not needed."""
-        if self._gathers is not None or self.sharded_state is ShardedState.UNSHARDED:
-            return
-        preparing_backward = self.training_state is TrainingState.PRE_BACKWARD
-        if preparing_backward and not self.unshard_in_backward:
-            return
-        if self._reshard_event is not None:
-            self.context.gathers_wait(self._reshard_event)
-            self._reshard_event = None
-        if self.sharded_state is ShardedState.SHARDED:
-            for param in self.params:
-                if not param.is_registered():
-                    param.reset_sharded_param()
-        async_op = async_op or self.unshard_async_op
-        in_step = self.training_state in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
-        groups: dict[tuple[int, ...], list[HSDPParam]] = {}
-        for param in self.params:
-            if param.gather_geometry is not None:
-                groups.setdefault(param.gather_ranks, []).append(param)
-        with outside_transforms():
-            self._gathers = [
-                start_all_gather(
-                    members,
-                    members[0].gather_group_info,
-                    self.context.streams,
-                    self.all_gather_comm,
-                    unit=self.name,
-                    side_streams=in_step and not async_op,
-                    async_op=async_op,
-                )
-                for members in groups.values()
-            ]
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def wait_for_unshard(self) -> None:
-        """Ends the all-gather and registers the unsharded parameters."""
-        if self._gathers is None:
-            return
-        context = self.context
-        in_forward = self.training_state is TrainingState.FORWARD
-        if in_forward:
-            context.free_buffer_in_use()
-        gathers, self._gathers = self._gathers, None
-        with outside_transforms():
-            for gather in gathers:
-                gather.finish(context.streams)
-            for param in self.params:
-                if param.gather_geometry is None:
-                    _fill_whole(param)
-                param.to_unsharded()
-        self.sharded_state = ShardedState.UNSHARDED
-        if context.streams.real and gathers:
-            if in_forward and not self.unshard_async_op:
-                context.hold_buffer(gathers)
-            else:
-                context.gathers_wait(context.streams.event())
-
-    def prefetch(self, state: TrainingState) -> None:
-        """Starts the all-gather ahead of time, as if the unit were in ``state``."""
-        before, self.training_state = self.training_state, state
-        try:
-            self.unshard()
-        finally:
-            self.training_state = before
-
-    def reshard(self) -> None:
-        """Frees the full parameters; after forward as the unit's setting says."""
-        if self.training_state is TrainingState.FORWARD:
-            if not self.reshards_after_forward:
-                return
-            if any(param.post_forward is not None for param in self.params):
-                self._to_sharded_post_forward()
-                return
-        self.to_sharded()
-
-    @property
-    def reshards_after_forward(self) -> bool:
-        """Whether forward ends by freeing the parameters; None means all but the root."""
-        if self._reshard_after_forward is None:
-            return not self.is_root
-        return self._reshard_after_forward
-
-    def set_reshard_after_forward(self, value: bool) -> None:
-        """Changes it; True forgets the smaller group of an integer."""
-        self._reshard_after_forward = value
-        for param in self.params:
-            param.post_forward = None
-
-    def to_sharded(self) -> None:
-        """Registers the slices, whatever the state."""
-        self._drop_gathers()
-        if self.sharded_state is not ShardedState.SHARDED:
-            for param in self.params:
-                param.to_sharded()
-            self.sharded_state = ShardedState.SHARDED
-
-    @torch.inference_mode(False)
-    def _to_sharded_post_forward(self) -> None:
-        if self.sharded_state is not ShardedState.UNSHARDED:
-            return
-        for param in self.params:
-            if param.post_forward is not None:
-                param.to_sharded_post_forward()
-            else:
-                param.to_sharded()
-        self.sharded_state = ShardedState.SHARDED_POST_FORWARD
-        self._reshard_event = self.context.streams.event()
-
-    def _drop_gathers(self) -> None:
-        if self._gathers is not None:
-            for gather in self._gathers:
-                gather.wait(self.context.streams)
-            self._gathers = None
-
     # Autograd
 
     def _register_post_backward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -529,13 +378,3 @@ class UnitState:
 
     def __repr__(self) -> str:
         return f"UnitState({self.name or '(root)'}, {len(self.params)} parameters)"
-
-
-def _fill_whole(param: HSDPParam) -> None:
-    """Makes the unsharded form of a parameter that is not cut: shared, or a cast copy."""
-    param.init_all_gather_outputs()
-    param.alloc_all_gather_outputs()
-    with preserve_version_counter(param.all_gather_outputs):
-        for output in param.all_gather_outputs:
-            output.copy_(param.local_tensor.view(-1), non_blocking=True)
-    param.init_unsharded_param()

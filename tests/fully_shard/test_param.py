@@ -19,7 +19,7 @@ from hyper_parallel import (
     ShardedStateError,
     plan_param,
 )
-from hyper_parallel.fully_shard.param import ParamSlot
+from hyper_parallel.fully_shard.slice import ParamSlot
 from tests.dist_pool import run_ranks
 from tests.fully_shard.runs import data_mesh
 
