@@ -22,7 +22,7 @@ from hyper_parallel.fully_shard.geometry import ShardGeometry
 from hyper_parallel.fully_shard.post_forward import PostForward
 from hyper_parallel.fully_shard.slice import ParamSlice, notes_on
 from hyper_parallel.groups import GroupInfo
-from hyper_parallel.torch_compat.eager import dtensor_from_local
+from hyper_parallel.torch_compat.eager import dtensor_from_local, dtensor_local
 
 __all__ = ["FullParam", "ShardedState"]
 
@@ -52,6 +52,7 @@ class FullParam(ParamSlice):
         self._unsharded_param: nn.Parameter | None = None
         self._unsharded_inner: list[Tensor] = []
         self._post_forward_local: Tensor | None = None
+        self._stamp: tuple[int, ...] = ()
         if post_forward is not None:
             self._init_sharded_post_forward_param_metadata()
 
@@ -192,13 +193,44 @@ class FullParam(ParamSlice):
             full = dtensor_from_local(
                 full, self._unsharded_mesh, self.unsharded_placements, self.plan.shape
             )
-        self._unsharded_param = nn.Parameter(full, self.sharded_param.requires_grad)
+        with torch.inference_mode(full.is_inference()):
+            self._unsharded_param = nn.Parameter(full, self.sharded_param.requires_grad)
         self._unsharded_param.__dict__.update(notes_on(self.sharded_param))
+
+    def stamp_unsharded_param(self) -> None:
+        """Notes what the full parameter is now, so that a change of it is seen."""
+        self._stamp = self._present_stamp()
+
+    def is_changed(self) -> bool:
+        """Tells whether the full parameter was changed, a change that goes when it is freed.
+
+        Changes in place are counted by autograd, but not for inference tensors; they are no loss
+        where it shares the storage of the slice. ``param.data = ...`` moves it to other memory.
+        """
+        return bool(self._stamp) and self._stamp != self._present_stamp()
+
+    def _present_stamp(self) -> tuple[int, ...]:
+        full = self._unsharded_param
+        if full is None:
+            return ()
+        local = dtensor_local(full)
+        place = local.data_ptr() if type(local) in (Tensor, nn.Parameter) else 0
+        if full.is_inference() or local.is_inference() or self._shares_storage:
+            return (place,)
+        return (place, full._version, local._version)
 
     def free_unsharded_param(self) -> None:
         """Frees the memory of the full parameter; its object, and views of it, stay."""
+        if self._stamp and self._stamp[0] != self._present_stamp()[0]:
+            self.forget_unsharded_param()  # it would show the other memory for good
+        self._stamp = ()
         for tensor in [*self.all_gather_outputs, *self._unsharded_inner]:
             _resize_storage(tensor, 0)
+
+    def forget_unsharded_param(self) -> None:
+        """Lets the next gather make a new object."""
+        self._unsharded_param = None
+        self.all_gather_outputs = []
 
     @property
     def unsharded_param(self) -> nn.Parameter:

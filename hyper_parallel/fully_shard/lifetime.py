@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.errors import ShardedStateError
 from hyper_parallel.fully_shard.context import RunContext
 from hyper_parallel.fully_shard.gather import AllGather, PendingGather, start_all_gather
 from hyper_parallel.fully_shard.param import HSDPParam, ShardedState
@@ -150,18 +151,29 @@ class ParamLifetime:
         for param in self.params:
             param.post_forward = None
 
-    def to_sharded(self) -> None:
-        """Registers the slices, whatever the state."""
+    def to_sharded(self, check: bool = True) -> None:
+        """Registers the slices, whatever the state.
+
+        Args:
+            check: Raise an error if this loses changes of full parameters.
+
+        Raises:
+            ShardedStateError: It lost them.
+        """
         self._drop_gathers()
-        if self.sharded_state is not ShardedState.SHARDED:
-            for param in self.params:
-                param.to_sharded()
-            self.sharded_state = ShardedState.SHARDED
+        if self.sharded_state is ShardedState.SHARDED:
+            return
+        changed = self._changed_params() if check else []
+        for param in self.params:
+            param.to_sharded()
+        self.sharded_state = ShardedState.SHARDED
+        _refuse_changes(changed)
 
     @torch.inference_mode(False)
     def _to_sharded_post_forward(self) -> None:
         if self.sharded_state is not ShardedState.UNSHARDED:
             return
+        changed = self._changed_params()
         for param in self.params:
             if param.post_forward is not None:
                 param.to_sharded_post_forward()
@@ -169,12 +181,35 @@ class ParamLifetime:
                 param.to_sharded()
         self.sharded_state = ShardedState.SHARDED_POST_FORWARD
         self._reshard_event = self.context.streams.event()
+        _refuse_changes(changed)
+
+    def check_unchanged(self) -> None:
+        """Checks that nothing changed the full parameters, which their slices would not know.
+
+        Raises:
+            ShardedStateError: Something did.
+        """
+        _refuse_changes(self._changed_params())
+
+    def _changed_params(self) -> list[str]:
+        if self.sharded_state is not ShardedState.UNSHARDED:
+            return []
+        return [param.fqn for param in self.params if param.is_changed()]
 
     def _drop_gathers(self) -> None:
         if self._gathers is not None:
             for gather in self._gathers:
                 gather.wait(self.context.streams)
             self._gathers = None
+
+
+def _refuse_changes(names: Sequence[str]) -> None:
+    if names:
+        raise ShardedStateError(
+            f"changed in place while gathered: {', '.join(names)}. The change is made on a copy and "
+            f"lost when that is freed; change parameters outside forward and while they are sharded "
+            f"(p.copy_, torch.nn.init under torch.no_grad()), or make what forward updates a buffer"
+        )
 
 
 def _fill_whole(param: HSDPParam) -> None:

@@ -146,6 +146,7 @@ class HSDPParam(FullParam):
         if unsharded.requires_grad != self.sharded_param.requires_grad:
             unsharded.requires_grad_(self.sharded_param.requires_grad)
         self._setattr_on_modules(unsharded)
+        self.stamp_unsharded_param()
         self._post_forward_local = None
         self.sharded_state = ShardedState.UNSHARDED
 
@@ -244,8 +245,7 @@ class HSDPParam(FullParam):
             ours, theirs = self.local_tensor.untyped_storage(), local.untyped_storage()
             stale = stale or ours.data_ptr() != theirs.data_ptr()
         if stale and self.extension is None:
-            self._unsharded_param = None
-            self.all_gather_outputs = []
+            self.forget_unsharded_param()
 
     def __repr__(self) -> str:
         return f"HSDPParam(fqn={self.fqn!r}, shape={self.plan.shape}, {self.sharded_state.name})"

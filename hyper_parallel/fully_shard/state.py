@@ -123,7 +123,7 @@ class UnitState(ParamLifetime):
         self._reshard_event = None
         if not keep_gradients:
             self.discard_partial_gradients()
-        self.to_sharded()
+        self.to_sharded(check=False)
 
     def discard_partial_gradients(self) -> None:
         """Forgets gradients that were not reduced, or not over the replicas."""
@@ -165,7 +165,7 @@ class UnitState(ParamLifetime):
         if self.training_state is TrainingState.PRE_BACKWARD:
             return self._cast_output(output)
         if not in_backward():
-            self.reshard()
+            self._reshard_after_forward_or_fail()
             self._post_forward_indices.append(len(self.context.post_forward_order))
             self.context.post_forward_order.append(self)
         self.training_state = TrainingState.IDLE
@@ -174,6 +174,14 @@ class UnitState(ParamLifetime):
             self._finish_partial_forwards(output)
             self.context.leave_forward()
         return self._cast_output(output)
+
+    def _reshard_after_forward_or_fail(self) -> None:
+        try:
+            self.reshard()
+            self.check_unchanged()  # what is kept: the module that changed it is known now
+        except ShardedStateError:
+            self.fail_forward()
+            raise
 
     def _enter_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.lazy_init()
