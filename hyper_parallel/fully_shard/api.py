@@ -20,6 +20,7 @@ from hyper_parallel.fully_shard.discover import (
     move_to_device,
     outermost,
 )
+from hyper_parallel.fully_shard.dtypes import check_reducible
 from hyper_parallel.fully_shard.layouts import UnitLayouts
 from hyper_parallel.fully_shard.load import register_state_dict_hooks
 from hyper_parallel.fully_shard.module import HSDPModule
@@ -186,6 +187,7 @@ def shard_unit(
         plans = [layouts.plan(entry) for entry in managed]  # every check before anything is touched
     else:
         plans = [layouts.adopt(adopted[id(entry.param)]) for entry in managed]
+    check_reducible([(entry.fqn, entry.param) for entry in managed], policy.mp_policy)
     move_to_device(managed, buffers, device)
     reshard = layouts.reshard_after_forward
     params = []

@@ -24,6 +24,9 @@ def assign_gradient(param: HSDPParam, wire: Tensor, streams: Streams, stream: An
         stream: The stream that holds ``wire``.
     """
     geometry = param.geometry
+    if param.orig_dtype.is_complex:
+        parts = wire.view(-1, 2).to(param.orig_dtype.to_real())
+        wire = torch.complex(parts[:, 0], parts[:, 1])
     grad = wire.view(param.plan.local_shape) if geometry is None else geometry.local_of_wire(wire)
     grad = grad.to(param.orig_dtype)
     sharded = param.sharded_param

@@ -1,8 +1,8 @@
 """One all-gather for all parameters of a unit: copy in, send, copy out.
 
 The buffer holds ``[ranks, total]``; a rank's row is the padded slices of all parameters one after
-another. Slices of one dtype lie side by side; slices of several dtypes share one buffer of bytes,
-each aligned to its element size. On the CPU a row ends with the name of the unit, hashed, so that
+another. Slices of one dtype lie side by side; slices of several dtypes, and of dtypes that backends
+do not send, share one buffer of bytes, each aligned to its element size. On the CPU a row ends with the name of the unit, hashed, so that
 ranks that gather different units at the same time find out instead of computing with a mixture.
 """
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hyper_parallel.errors import UnusedParameterError
+from hyper_parallel.fully_shard.dtypes import gathers_as_is
 from hyper_parallel.fully_shard.param import HSDPParam, ShardedState
 from hyper_parallel.fully_shard.streams import Streams
 from hyper_parallel.fully_shard.unused import moves_data
@@ -167,7 +168,8 @@ class PendingGather:
         geometries = [
             None if p.param.extension is not None else p.param.gather_geometry for p in self._pieces
         ]
-        if all(
+        unaligned = sum(piece.numel for piece in self._pieces) == self._label.offset
+        if unaligned and all(
             piece.dtype == self._buffer.dtype
             and (geometry is None or geometry.is_prefix)
             and output.numel() == ranks * piece.numel
@@ -254,7 +256,7 @@ def _lay_out(
             sizes.append((param, param.param_dtype, geometry.wire_numel))
     dtypes = {dtype for _, dtype, _ in sizes}
     pieces, offset = [], 0
-    if len(dtypes) == 1:
+    if len(dtypes) == 1 and gathers_as_is(*dtypes):
         for param, dtype, numel in sizes:
             pieces.append(_Piece(param, dtype, numel, offset))
             offset += numel

@@ -167,7 +167,8 @@ class HSDPParam(FullParam):
             return
         grad = self._unsharded_param.grad
         self._unsharded_param.grad = None
-        self.unsharded_accumulated_grad = grad.to(self.reduce_dtype)
+        dtype = grad.dtype if grad.is_complex() else self.reduce_dtype
+        self.unsharded_accumulated_grad = grad.to(dtype)
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Adds the new gradient to what earlier backwards accumulated, if they did."""

@@ -29,7 +29,7 @@ def sum_partial_gradients(
         dtype: The reduce dtype; a partial sum is cast to it before it is summed.
     """
     locals_: list[Tensor] = []
-    sums: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    sums: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype], list[int]] = {}
     for index, (param, grad) in enumerate(entries):
         if not isinstance(grad, DTensor):
             locals_.append(grad)
@@ -39,19 +39,20 @@ def sum_partial_gradients(
         if wanted == tuple(grad.placements):
             locals_.append(dtensor_local(grad))
             continue
-        local = dtensor_local(grad).to(dtype)
+        local = dtensor_local(grad)
+        local = local if local.is_complex() else local.to(dtype)
         changed = tuple(
             d
             for d, (old, new) in enumerate(zip(grad.placements, wanted, strict=True))
             if old != new
         )
         if all(_is_sum_to_replicate(grad.placements[d], wanted[d]) for d in changed):
-            sums.setdefault((mesh, changed), []).append(index)
+            sums.setdefault((mesh, changed, local.dtype), []).append(index)
             locals_.append(local)
         else:
             cast = dtensor_from_local(local, mesh, grad.placements, grad.shape)
             locals_.append(dtensor_local(cast.redistribute(placements=wanted)))
-    for (mesh, dims), indices in sums.items():
+    for (mesh, dims, _), indices in sums.items():
         flat = torch.cat([locals_[i].reshape(-1) for i in indices])
         for dim in dims:
             if mesh.size(dim) > 1:

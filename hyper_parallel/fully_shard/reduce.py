@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hyper_parallel.errors import UnusedParameterError
 from hyper_parallel.fully_shard.assign import assign_gradient
+from hyper_parallel.fully_shard.dtypes import to_reals
 from hyper_parallel.fully_shard.param import HSDPParam
 from hyper_parallel.fully_shard.partial import sum_partial_gradients
 from hyper_parallel.fully_shard.scale import Scale
@@ -95,7 +96,8 @@ class ReduceBucket:
     def numels(self) -> tuple[int, ...]:
         """Elements of each parameter in a rank's row."""
         return tuple(
-            p.local_tensor.numel() if p.geometry is None else p.geometry.wire_numel
+            p.reals_per_element
+            * (p.local_tensor.numel() if p.geometry is None else p.geometry.wire_numel)
             for p in self.params
         )
 
@@ -245,9 +247,9 @@ class PendingReduction:
         summed = sum_partial_gradients(found, bucket.dtype)
         found.clear()
         # Gradients of one dtype are cast by the copy itself, without a copy of each before it.
-        dtypes = {grad.dtype for grad in summed}
+        dtypes = {grad.dtype.to_real() for grad in summed}
         dtype = dtypes.pop() if len(dtypes) == 1 else bucket.dtype
-        locals_ = iter([grad.to(dtype) for grad in summed])
+        locals_ = iter([grad if grad.is_complex() else grad.to(dtype) for grad in summed])
         del summed
         wires = []
         for param, missing in zip(bucket.params, self._missing_here, strict=True):
@@ -255,11 +257,12 @@ class PendingReduction:
                 rows = ranks if param.geometry is None else ranks * param.geometry.padded_rows
                 rest = () if param.geometry is None else param.geometry.rest
                 shape = (param.local_tensor.numel(),) if param.geometry is None else (rows, *rest)
+                shape = (*shape, param.reals_per_element)
                 wires.append(torch.zeros(shape, dtype=dtype, device=bucket.device))
             elif param.geometry is None:
-                wires.append(next(locals_).reshape(-1))
+                wires.append(to_reals(next(locals_).reshape(-1)).to(dtype))
             else:
-                wires.append(param.geometry.gradient_wire(next(locals_)))
+                wires.append(to_reals(param.geometry.gradient_wire(next(locals_))).to(dtype))
         behind = torch.tensor(
             [*self._missing_here, *bucket.label], dtype=dtype, device=bucket.device
         )

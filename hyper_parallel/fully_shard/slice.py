@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from hyper_parallel.errors import PlacementError
+from hyper_parallel.fully_shard.dtypes import reals_per_element
 from hyper_parallel.fully_shard.extensions import GatherExtension
 from hyper_parallel.fully_shard.geometry import ShardGeometry
 from hyper_parallel.groups import GroupInfo, get_group_info
@@ -171,8 +172,13 @@ class ParamSlice:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype in which its gradient is reduced."""
-        return self.mp_policy.reduce_dtype or self.param_dtype
+        """The dtype in which its gradient is reduced; for a complex one, that of its parts."""
+        return self.mp_policy.reduce_dtype or self.param_dtype.to_real()
+
+    @property
+    def reals_per_element(self) -> int:
+        """How many numbers of a reduction one element of its gradient takes."""
+        return reals_per_element(self.orig_dtype)
 
     @property
     def local_tensor(self) -> Tensor:
