@@ -20,6 +20,7 @@ from hyper_parallel.fully_shard import (
     hsdp,
     register_fsdp_forward_method,
     set_model_state_dict,
+    share_comm_ctx,
 )
 from hyper_parallel.groups import GroupInfo, get_group_info
 from hyper_parallel.mesh import (
@@ -73,5 +74,6 @@ __all__ = [
     "plan_params",
     "register_fsdp_forward_method",
     "set_model_state_dict",
+    "share_comm_ctx",
     "validate_hybrid_shard_args",
 ]

@@ -22,11 +22,13 @@ __all__ = [
     "clear_group_cache",
     "get_group_info",
     "get_inner_group_info",
+    "get_second_group_info",
     "inner_group_name",
 ]
 
-# The only mutable module state: (layout digest, axes) -> the rank's group along these axes. An
-# entry is dropped when its group is no longer alive, e.g. after destroy_process_group().
+# The only mutable module state: (layout digest, axes) -> the rank's group along these axes, and
+# (purpose, ranks) -> another group of the same ranks. An entry is dropped when its group is no
+# longer alive, e.g. after destroy_process_group().
 _GROUPS: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
 
 
@@ -113,6 +115,27 @@ def get_inner_group_info(
         _GROUPS[key] = group
     register_group_alias(name, group)
     return GroupInfo(name, group, size)
+
+
+def get_second_group_info(info: GroupInfo, purpose: str) -> GroupInfo:
+    """Returns another group of the same ranks: collectives of one communicator run one by one.
+
+    Making it is collective: every rank of the group must ask for it in the same order.
+
+    Args:
+        info: The group; of one rank, it is returned itself.
+        purpose: What the other group is for; one is made for each.
+    """
+    if info.group is None:
+        return info
+    ranks = dist.get_process_group_ranks(info.group)
+    key = (purpose, tuple(str(rank) for rank in ranks))
+    group = _GROUPS.get(key)
+    if group is None or not _is_alive(group):
+        _forget_destroyed_groups()
+        group = _make_group(ranks)
+        _GROUPS[key] = group
+    return GroupInfo(f"{info.group_name}/{purpose}", group, info.rank_size)
 
 
 def clear_group_cache() -> None:

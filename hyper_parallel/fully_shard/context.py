@@ -40,6 +40,7 @@ class RunContext:
         self.post_optim_event: Any = None
         self._streams: Streams | None = None
         self._reductions: list[PendingReduction] = []
+        self._max_in_flight = 1
         self._checks: list[Callable[[bool], bool]] = []
         # A copy-out in forward overlaps the next gather; its buffer lives until the one after.
         self._in_use: tuple[list[PendingGather], Any] | None = None
@@ -50,6 +51,10 @@ class RunContext:
         if self._streams is None:
             self._streams = Streams(self.device)
         return self._streams
+
+    def share_streams(self, other: RunContext) -> None:
+        """Uses the streams of another model."""
+        self._streams = other.streams
 
     # Forward
 
@@ -94,11 +99,13 @@ class RunContext:
         """Runs ``callback`` when the backward pass that runs now ends; once a pass."""
         if not self.callback_queued:
             self.callback_queued = True
+            self._max_in_flight = max(unit.reduce_options.max_in_flight for unit in self.units)
             queue_backward_callback(callback)
 
     def advance_reductions(self) -> None:
-        """Takes every reduction one step on, before a new one starts: few are in flight."""
-        for reduction in self._reductions:
+        """Takes the older reductions one step on, before a new one starts: few are in flight."""
+        older = max(0, len(self._reductions) - self._max_in_flight + 1)
+        for reduction in self._reductions[:older]:
             reduction.advance()
             reduction.release()
         self._forget_finished()
@@ -118,9 +125,9 @@ class RunContext:
 
     def _forget_finished(self) -> None:
         for reduction in self._reductions:
-            if reduction.done and reduction.deferred_check is not None:
+            if reduction.released and reduction.deferred_check is not None:
                 self._checks.append(reduction.deferred_check)
-        self._reductions = [r for r in self._reductions if not r.done]
+        self._reductions = [r for r in self._reductions if not r.released]
 
     def run_checks(self, wait: bool) -> None:
         """Reads counts of missing gradients that have arrived by now."""

@@ -2,8 +2,9 @@
 
 The buffer holds ``[ranks, total]``; a rank's row is the padded slices of all parameters one after
 another. Slices of one dtype lie side by side; slices of several dtypes, and of dtypes that backends
-do not send, share one buffer of bytes, each aligned to its element size. On the CPU a row ends with the name of the unit, hashed, so that
-ranks that gather different units at the same time find out instead of computing with a mixture.
+do not send, share one buffer of bytes, each aligned to its element size. On the CPU a row ends with
+the name of the unit, hashed, so that ranks that gather different units at the same time find out
+instead of computing with a mixture.
 """
 
 from __future__ import annotations

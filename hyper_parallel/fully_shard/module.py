@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -13,8 +13,9 @@ from hyper_parallel.errors import PolicyError, ShardedStateError
 from hyper_parallel.fully_shard.param import HSDPParam
 from hyper_parallel.fully_shard.registry import unit_of
 from hyper_parallel.fully_shard.state import UnitState
+from hyper_parallel.groups import get_second_group_info
 
-__all__ = ["HSDPCell", "HSDPModule", "UnshardHandle"]
+__all__ = ["HSDPCell", "HSDPModule", "UnshardHandle", "share_comm_ctx"]
 
 
 class UnshardHandle:
@@ -145,6 +146,10 @@ class HSDPModule:
             )
         _unit(self).reduce_options.factor = float(factor)
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Does what :meth:`set_gradient_divide_factor` does, under its older name."""
+        self.set_gradient_divide_factor(factor)
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Uses SUM collectives and a scale even where the backend has an average."""
         _unit(self).reduce_options.sum_only = enable
@@ -161,9 +166,59 @@ class HSDPModule:
         for unit in _units(self, recurse):
             unit.reduce_options.fill_unused = reduce_scatter_unused_params
 
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Calls ``hook`` with the flat reduced gradients of the unit before they are scaled."""
-        _unit(self).reduce_options.hook = hook
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Says how many reductions may run before backward waits for the oldest of them.
+
+        More overlap and more memory: each keeps the gradients that it sends. All units of a model
+        share one number, the largest that was set.
+
+        Raises:
+            PolicyError: Not a positive int.
+        """
+        if type(max_input_buffers) is not int or max_input_buffers < 1:
+            raise PolicyError(
+                f"set_reduce_scatter_max_input_buffers: expected a positive int, got "
+                f"{max_input_buffers!r} of type {type(max_input_buffers).__name__}"
+            )
+        for unit in _units(self, recurse):
+            unit.reduce_options.max_in_flight = max_input_buffers
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Runs reduce-scatters in a process group of their own, of the same ranks.
+
+        A communicator runs one collective at a time, so that a gather and a reduce-scatter of one
+        group wait for each other even on two streams. Collective: call it alike on all ranks.
+        """
+        for unit in _units(self, recurse):
+            for param in unit.params:
+                info = param.sharded_group_info
+                param.reduce_scatter_group_info = (
+                    get_second_group_info(info, "reduce_scatter") if enable else info
+                )
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Calls ``hook`` with the flat reduced gradients of the unit before they are scaled.
+
+        Args:
+            hook: Takes the flat tensor; the gradient of a complex parameter is pairs of reals.
+            stream: Where it runs; only for a unit without replicas, whose all-reduce has its own.
+
+        Raises:
+            PolicyError: A stream for a unit with replicas.
+        """
+        unit = _unit(self)
+        if stream is not None and any(
+            p.unsharded_group_info.group is not None for p in unit.params
+        ):
+            raise PolicyError(
+                f"set_all_reduce_hook: {unit.name or 'the unit'} has replicas, so its hook runs on "
+                f"the stream of its own all-reduce; leave stream None"
+            )
+        unit.reduce_options.hook, unit.reduce_options.hook_stream = hook, stream
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Runs reduce-scatters by ``comm``, which has the methods of ``ReduceScatter``."""
@@ -246,6 +301,20 @@ class HSDPModule:
 
 
 HSDPCell = HSDPModule
+
+
+def share_comm_ctx(modules: Sequence[HSDPModule]) -> None:
+    """Makes several models, e.g. the stages of a pipeline, use the streams of the first.
+
+    Args:
+        modules: Their roots.
+
+    Raises:
+        PolicyError: Something that ``fully_shard`` was not applied to.
+    """
+    units = _units_of("share_comm_ctx", modules)
+    for unit in units[1:]:
+        unit.context.share_streams(units[0].context)
 
 
 def _unit(module: HSDPModule) -> UnitState:

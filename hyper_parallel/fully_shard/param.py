@@ -56,6 +56,7 @@ class HSDPParam(FullParam):
         shard_size: Slices; 1 means not cut.
         dp_size: Replicas of a slice.
         sharded_group_info: The ranks that hold the slices: all-gather and reduce-scatter.
+        reduce_scatter_group_info: The same, or another group of the same ranks.
         unsharded_group_info: The ranks that hold the same slice: all-reduce.
         sharded_param: The registered slice, a DTensor with ``plan.placements``.
         sharded_state: The state.

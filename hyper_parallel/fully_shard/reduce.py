@@ -67,6 +67,8 @@ class ReduceOptions:
         all_reduce: Reduce over the replicas now; else accumulate slices.
         comm: Runs the reduce-scatter.
         hook: Called with the reduced flat tensor.
+        hook_stream: Where the hook runs, if nothing is all-reduced.
+        max_in_flight: Reductions that may run before backward waits for one of them.
     """
 
     mean: bool = True
@@ -76,6 +78,8 @@ class ReduceOptions:
     all_reduce: bool = True
     comm: Any = None
     hook: Any = None
+    hook_stream: Any = None
+    max_in_flight: int = 1
 
 
 class ReduceBucket:
@@ -84,7 +88,7 @@ class ReduceBucket:
     def __init__(self, params: Sequence[HSDPParam]) -> None:
         self.params = list(params)
         first = params[0]
-        self.sharded: GroupInfo = first.sharded_group_info
+        self.sharded: GroupInfo = first.reduce_scatter_group_info
         self.unsharded: GroupInfo = first.unsharded_group_info
         self.dtype = first.reduce_dtype
         self.batch_ranks = first.plan.batch_ranks
@@ -161,12 +165,18 @@ class PendingReduction:
         self._missing_here: list[bool] = []
         self._keep: list[Tensor] = []  # used on side streams until `_event`
         self._event: Any = None
+        self._released = False
         self.deferred_check: Any = None
 
     @property
     def done(self) -> bool:
         """Whether the gradients are handed out (on an accelerator: queued to be)."""
         return not self._steps
+
+    @property
+    def released(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return self.done and self._released
 
     @torch.no_grad()
     def start(self, grads: list[Tensor | None]) -> None:
@@ -234,6 +244,7 @@ class PendingReduction:
         """Makes the current stream wait for all of it; the buffers may then be used again."""
         self._streams.wait(None, self._event)
         self._keep.clear()
+        self._released = True
 
     @property
     def _comm(self) -> ReduceScatter:
@@ -284,7 +295,11 @@ class PendingReduction:
                     self._event = event
                     return
         if bucket.unsharded.group is None:
-            self._finish(streams.scatter)
+            stream = self._options.hook_stream or streams.scatter
+            if stream is not streams.scatter:
+                self._keep.append(output)
+                streams.follow(stream, streams.scatter)
+            self._finish(stream)
             return
         streams.follow(streams.reduce, streams.scatter)
         with torch.no_grad(), streams.use(streams.reduce):

@@ -98,6 +98,7 @@ class ParamSlice:
         self._init_param(param, already_sharded)
         self.dp_size = self.rank_size // self.shard_size
         self.sharded_group_info: GroupInfo = get_group_info(mesh, self.layout, plan.shard_axes)
+        self.reduce_scatter_group_info = self.sharded_group_info
         self.unsharded_group_info: GroupInfo = get_group_info(mesh, self.layout, plan.replica_axes)
 
     # Initialisation

@@ -269,12 +269,16 @@ class UnitState(ParamLifetime):
             self.reshard()
 
     def _reduce_buckets(self) -> list[ReduceBucket]:
-        key = tuple((p.sharded_param.requires_grad, p.reduce_dtype) for p in self.params)
+        key = tuple(
+            (p.sharded_param.requires_grad, p.reduce_dtype, p.reduce_scatter_group_info.group)
+            for p in self.params
+        )
         if key != self._bucket_key:
             if any(bucket.partial is not None for bucket in self._buckets):
                 raise ShardedStateError(
-                    f"{self.name}: requires_grad or a dtype changed between a backward without "
-                    f"and one with all-reduce; change it between optimizer steps"
+                    f"{self.name}: requires_grad, a dtype or the group of the reduce-scatter "
+                    f"changed between a backward without and one with all-reduce; change it between "
+                    f"optimizer steps"
                 )
             self._buckets, self._bucket_key = reduce_buckets(self.params), key
         return self._buckets

@@ -248,7 +248,7 @@ def frozen(rank: int, world_size: int, beside: bool, policy: MixedPrecisionPolic
             if not low and not (beside and policy.param_dtype):
                 assert torch.equal(ours, theirs), dtype
             if beside:
-                for module, output in ((model, ours), (plain, theirs)):
+                for output in (ours, theirs):
                     output.float().sum().backward()
                 dist.all_reduce(plain.weight.grad)
                 expected = plain.weight.grad / world_size
