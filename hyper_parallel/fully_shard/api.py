@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from hyper_parallel.errors import MeshError, PolicyError
 from hyper_parallel.fully_shard.discover import (
     check_modules,
+    check_nothing_lost,
     discover,
     move_to_device,
     outermost,
@@ -182,9 +183,10 @@ def shard_unit(
     layouts = UnitLayouts(mesh, policy)
     device = _device_of(mesh)
     ignored = _ignored_ids(modules, policy)
-    managed, _, buffers = discover(modules, ignored)
+    managed, left_alone, buffers = discover(modules, ignored)
     if adopted is None:
-        plans = [layouts.plan(entry) for entry in managed]  # every check before anything is touched
+        check_nothing_lost(managed)  # every check before anything is touched
+        plans = [layouts.plan(entry) for entry in managed]
     else:
         plans = [layouts.adopt(adopted[id(entry.param)]) for entry in managed]
     check_reducible([(entry.fqn, entry.param) for entry in managed], policy.mp_policy)
@@ -214,6 +216,7 @@ def shard_unit(
         offload_policy=policy.offload_policy,
         reshard_after_forward=reshard,
         sync_weights=policy.sync_weights,
+        ignored=left_alone,
     )
     for module in modules:
         set_unit(module, unit)

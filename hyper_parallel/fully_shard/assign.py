@@ -9,13 +9,19 @@ from torch import Tensor
 
 from hyper_parallel.fully_shard.param import HSDPParam
 from hyper_parallel.fully_shard.streams import Streams
-from hyper_parallel.torch_compat.eager import dtensor_local, post_accumulate_grad_hooks
+from hyper_parallel.torch_compat.eager import (
+    dtensor_local,
+    post_accumulate_grad_hooks,
+    tensor_hooks,
+)
 
 __all__ = ["assign_gradient"]
 
 
 def assign_gradient(param: HSDPParam, wire: Tensor, streams: Streams, stream: Any) -> None:
     """Casts, moves and accumulates; never writes to a gradient that was handed out before.
+
+    Hooks of the parameter are given the reduced slice, as a DTensor.
 
     Args:
         param: The parameter.
@@ -30,6 +36,9 @@ def assign_gradient(param: HSDPParam, wire: Tensor, streams: Streams, stream: An
     grad = wire.view(param.plan.local_shape) if geometry is None else geometry.local_of_wire(wire)
     grad = grad.to(param.orig_dtype)
     sharded = param.sharded_param
+    for hook in tensor_hooks(sharded):
+        changed = hook(param.to_sharded_dtensor(grad))
+        grad = grad if changed is None else dtensor_local(changed)
     hooks = post_accumulate_grad_hooks(sharded)
     accumulates = sharded.grad is not None
     if param.offload_to_cpu and grad.device.type != "cpu":

@@ -13,7 +13,7 @@ from hyper_parallel.errors import PlacementError, PolicyError, ShardedStateError
 from hyper_parallel.fully_shard.optim import owner_of
 from hyper_parallel.fully_shard.registry import unit_of
 from hyper_parallel.fully_shard.slice import ParamSlot
-from hyper_parallel.torch_compat.eager import is_torch_fsdp_module
+from hyper_parallel.torch_compat.eager import gradient_hooks, is_torch_fsdp_module
 
 __all__ = ["Managed", "check_modules", "discover", "move_to_device"]
 
@@ -47,6 +47,11 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
             raise PolicyError(
                 f"fully_shard: expected an nn.Module or a list of them, got {module!r} of type "
                 f"{type(module).__name__}"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PolicyError(
+                f"fully_shard: {type(module).__name__} is a TorchScript module, which takes no "
+                f"hooks; pass the module that it was made from"
             )
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise PolicyError(
@@ -123,6 +128,26 @@ def _check_not_managed(fqn: str, param: nn.Parameter) -> None:
         raise PlacementError(
             f"{fqn}: it is tied to {owner.fqn}, which another unit of fully_shard manages; put the "
             f"modules that share it into one unit: fully_shard([module_a, module_b])"
+        )
+
+
+def check_nothing_lost(managed: Sequence[Managed]) -> None:
+    """Checks that parameters carry nothing that their slices would not have.
+
+    Raises:
+        ShardedStateError: Gradients, or hooks of gradients.
+    """
+    graded = [entry.fqn for entry in managed if entry.param.grad is not None]
+    if graded:
+        raise ShardedStateError(
+            f"fully_shard would lose the gradients of {', '.join(graded)}; finish the step, or call "
+            f"zero_grad(set_to_none=True), before it"
+        )
+    hooked = [entry.fqn for entry in managed if gradient_hooks(entry.param)]
+    if hooked:
+        raise ShardedStateError(
+            f"fully_shard would lose the gradient hooks of {', '.join(hooked)}; register them "
+            f"after it: they are then given the reduced slice"
         )
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel.errors import ShardedStateError
 from hyper_parallel.fully_shard.geometry import ShardGeometry
+from hyper_parallel.fully_shard.optim import note_replacement
 from hyper_parallel.fully_shard.post_forward import PostForward
 from hyper_parallel.fully_shard.slice import ParamSlice, notes_on
 from hyper_parallel.groups import GroupInfo
@@ -196,6 +197,7 @@ class FullParam(ParamSlice):
         with torch.inference_mode(full.is_inference()):
             self._unsharded_param = nn.Parameter(full, self.sharded_param.requires_grad)
         self._unsharded_param.__dict__.update(notes_on(self.sharded_param))
+        note_replacement(self._unsharded_param, self)  # an optimizer may find it in the module
 
     def stamp_unsharded_param(self) -> None:
         """Notes what the full parameter is now, so that a change of it is seen."""

@@ -1,33 +1,36 @@
-"""Optimizers that were built before ``fully_shard``: they are given the sharded parameters.
+"""Optimizers that hold full parameters: they are given the sharded ones.
 
-``fully_shard`` puts new Parameter objects into the model. An optimizer that holds the old ones
-would silently train nothing. Before its next step it is repaired: every old parameter is replaced
-by its sharded one, and optimizer state of the full shape by this rank's slice.
+``fully_shard`` puts new Parameter objects into the model, and forward others while the unit is
+gathered. An optimizer that was built before, or then, would silently train nothing. Before its next
+step it is repaired: every full parameter is replaced by its sharded one, and optimizer state of the
+full shape by this rank's slice.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hyper_parallel.fully_shard.param import HSDPParam
 from hyper_parallel.torch_compat.eager import ensure_optimizer_step_pre_hook
+
+if TYPE_CHECKING:
+    from hyper_parallel.fully_shard.full import FullParam
 
 __all__ = ["adopt_optimizers", "note_replacement", "owner_of"]
 
 _ATTRIBUTE = "_hsdp_param"
 
 
-def note_replacement(old: Tensor, new: HSDPParam) -> None:
-    """Notes on a full parameter which HSDPParam took it over."""
+def note_replacement(old: Tensor, new: FullParam) -> None:
+    """Notes on a full parameter which FullParam took it over."""
     setattr(old, _ATTRIBUTE, weakref.ref(new))
 
 
-def owner_of(param: Tensor) -> HSDPParam | None:
-    """Returns the HSDPParam that took a full parameter over, or None."""
+def owner_of(param: Tensor) -> FullParam | None:
+    """Returns the FullParam that took a full parameter over, or None."""
     noted = getattr(param, _ATTRIBUTE, None)
     return noted() if isinstance(noted, weakref.ref) else None
 

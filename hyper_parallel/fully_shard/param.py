@@ -166,7 +166,7 @@ class HSDPParam(FullParam):
         if self.unsharded_accumulated_grad is not None:
             self.accumulate_unsharded_grad_if_needed()
             return
-        grad = self._unsharded_param.grad
+        grad = _dense(self._unsharded_param.grad)
         self._unsharded_param.grad = None
         dtype = grad.dtype if grad.is_complex() else self.reduce_dtype
         self.unsharded_accumulated_grad = grad.to(dtype)
@@ -197,7 +197,7 @@ class HSDPParam(FullParam):
             grad = self._unsharded_param.grad
             self._unsharded_param.grad = None
         self.unsharded_accumulated_grad = None
-        return grad
+        return None if grad is None else _dense(grad)
 
     # Changes from outside
 
@@ -210,7 +210,9 @@ class HSDPParam(FullParam):
         """
         if self.slots:
             held = getattr(self.slots[0].module, self.slots[0].name)
-            if held is not self.sharded_param:
+            if held is self._unsharded_param:  # put back by who had swapped it out
+                self._setattr_on_modules(self.sharded_param)
+            elif held is not self.sharded_param:
                 self._check_replacement(held)
                 self.sharded_param = held
                 self._setattr_on_modules(held)
@@ -251,3 +253,8 @@ class HSDPParam(FullParam):
 
     def __repr__(self) -> str:
         return f"HSDPParam(fqn={self.fqn!r}, shape={self.plan.shape}, {self.sharded_state.name})"
+
+
+def _dense(grad: Tensor) -> Tensor:
+    """Returns a gradient as collectives need it: that of a sparse embedding has no rows to cut."""
+    return grad.to_dense() if grad.is_sparse else grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 from torch import nn
 
@@ -51,6 +52,7 @@ def init_root(root: UnitState) -> None:
     root.context.units = units
     _assign_modules(module, root, set())
     _name_parameters(module, units)
+    _warn_about_strangers(module, units)
     for unit in units:
         unit.check_ready()
 
@@ -74,3 +76,21 @@ def _name_parameters(module: nn.Module, units: list[UnitState]) -> None:
             fqn = names.get(id(managed.registered_param))
             if fqn is not None:
                 managed.plan = dataclasses.replace(managed.plan, fqn=fqn)
+
+
+def _warn_about_strangers(module: nn.Module, units: list[UnitState]) -> None:
+    """Warns about trained parameters that came after ``fully_shard``: every rank trains its own."""
+    known = {id(managed.registered_param) for unit in units for managed in unit.params}
+    known |= {id(param) for unit in units for param in unit.ignored}
+    strangers = [
+        name
+        for name, param in module.named_parameters()
+        if param.requires_grad and id(param) not in known
+    ]
+    if strangers:
+        warnings.warn(
+            f"no unit of fully_shard has {', '.join(strangers)}: added after it, they are neither "
+            f"cut nor are their gradients reduced. Apply fully_shard when the model is complete, or "
+            f"to the module that was added",
+            stacklevel=2,
+        )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hyper_parallel.errors import ShardedStateError
 from hyper_parallel.fully_shard.autograd import PostBackward
 from hyper_parallel.fully_shard.lifetime import ParamLifetime, TrainingState
-from hyper_parallel.fully_shard.param import HSDPParam
+from hyper_parallel.fully_shard.param import HSDPParam, ShardedState
 from hyper_parallel.fully_shard.reduce import (
     PendingReduction,
     ReduceBucket,
@@ -44,6 +44,7 @@ class UnitState(ParamLifetime):
     """The state and the hooks of the modules that one call of ``fully_shard`` made a unit.
 
     Attributes:
+        ignored: Parameters of its modules that were to be left alone.
         reduce_options: How its gradients are reduced.
         reduce_grads: Whether a backward reduces gradients or accumulates them.
         reshard_after_backward: Whether a backward frees the full parameters.
@@ -60,9 +61,11 @@ class UnitState(ParamLifetime):
         offload_policy: OffloadPolicy,
         reshard_after_forward: bool | None,
         sync_weights: bool = False,
+        ignored: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__(params, device, reshard_after_forward)
         self.modules = tuple(modules)
+        self.ignored = tuple(ignored)
         self.device = device
         self.mp_policy = mp_policy
         self.offload_policy = offload_policy
@@ -214,7 +217,17 @@ class UnitState(ParamLifetime):
     # Backward
 
     def pre_backward(self, grad: Tensor) -> Tensor:
-        """Gathers the parameters again; runs before any gradient of the unit is computed."""
+        """Gathers the parameters again; runs before any gradient of the unit is computed.
+
+        Raises:
+            ShardedStateError: The backward is to be differentiated.
+        """
+        if torch.is_grad_enabled() and self.params:
+            raise ShardedStateError(
+                f"{self.name or 'the model'}: create_graph=True is not supported; a derivative of "
+                f"this backward would need parameters that are freed by then, and its gradients "
+                f"would not be reduced. Compute it on an unsharded module"
+            )
         self.context.queue_final_callback(self.context_end_of_backward)
         if self.training_state is TrainingState.PRE_BACKWARD:
             return grad
@@ -366,7 +379,7 @@ class UnitState(ParamLifetime):
                 are to be offloaded.
         """
         for param in self.params:
-            if not param.is_registered():
+            if self.sharded_state is ShardedState.SHARDED and not param.is_registered():
                 param.reset_sharded_param()
             param.refresh_extension()
         meta = [param.fqn for param in self.params if param.local_tensor.is_meta]

@@ -44,6 +44,7 @@ __all__ = [
     "root_mesh",
     "set_dtensor_local",
     "set_module_parameter",
+    "tensor_hooks",
 ]
 
 _P = ParamSpec("_P")
@@ -133,6 +134,11 @@ def register_load_state_dict_pre_hook(module: nn.Module, hook: Callable[..., Non
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Returns the hooks of ``register_post_accumulate_grad_hook``, in order."""
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def tensor_hooks(param: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Returns the hooks of ``register_hook``, in order."""
+    return list((param._backward_hooks or {}).values())
 
 
 def gradient_hooks(tensor: Tensor) -> bool:
