@@ -158,9 +158,10 @@ class PendingGather:
             self.wait(streams)
         except RuntimeError as error:
             raise UnusedParameterError(
-                f"the all-gather of unit {self._label.describe()} failed: {error}. If the ranks do "
-                f"not run the same units in the same order, make them, or make one unit of what "
-                f"only some use and call set_reduce_scatter_unused_params(True)"
+                f"the all-gather of unit {self._label.describe()} failed: {error}. See first "
+                f"whether another rank ended or raised. If the ranks do not run the same units in "
+                f"the same order, make them, or make one unit of what only some use and call "
+                f"set_reduce_scatter_unused_params(True)"
             ) from error
         if not streams.real and moves_data(self._label.param.gather_group_info):
             self._label.check(self._buffer)

@@ -236,8 +236,9 @@ class PendingReduction:
             first = self.bucket.params[0]
             raise UnusedParameterError(
                 f"the reduction of the gradients of {first.fqn} and {len(self.bucket.params) - 1} "
-                f"more parameters failed on rank {first.rank}: {error}. If the ranks do not use "
-                f"the same units, make them, or call set_reduce_scatter_unused_params(True)"
+                f"more parameters failed on rank {first.rank}: {error}. See first whether "
+                f"another rank ended or raised. If the ranks do not use the same units, make them, "
+                f"or call set_reduce_scatter_unused_params(True)"
             ) from error
 
     def release(self) -> None:

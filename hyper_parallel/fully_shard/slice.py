@@ -136,12 +136,13 @@ class ParamSlice:
             self._init_sharded_param(param)
         self.extension = GatherExtension.of(self)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _init_sharded_param(self, param: nn.Parameter) -> None:
         """Cuts this rank's slice out of the full parameter; the full one is let go."""
         full = dtensor_local(param.detach())
         if self.geometry is None:
-            local = full.contiguous()
+            local = full.clone() if full.is_inference() else full.contiguous()
         else:
             local = self.geometry.take(full).clone(memory_format=torch.contiguous_format)
         if self.offload_to_cpu and not local.is_meta:

@@ -32,7 +32,7 @@ from hyper_parallel.fully_shard.reduce import (
 )
 from hyper_parallel.fully_shard.tree import cast_floating_point, grad_tensors, map_tensors
 from hyper_parallel.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from hyper_parallel.torch_compat.eager import hide_from_dynamo, in_backward
+from hyper_parallel.torch_compat.eager import hide_from_dynamo, in_backward, in_transform
 
 __all__ = ["TrainingState", "UnitState"]
 
@@ -222,7 +222,7 @@ class UnitState(ParamLifetime):
         Raises:
             ShardedStateError: The backward is to be differentiated.
         """
-        if torch.is_grad_enabled() and self.params:
+        if torch.is_grad_enabled() and self.params and not in_transform():
             raise ShardedStateError(
                 f"{self.name or 'the model'}: create_graph=True is not supported; a derivative of "
                 f"this backward would need parameters that are freed by then, and its gradients "

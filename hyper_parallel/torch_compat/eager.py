@@ -34,6 +34,7 @@ __all__ = [
     "gradient_hooks",
     "hide_from_dynamo",
     "in_backward",
+    "in_transform",
     "is_torch_fsdp_module",
     "outside_transforms",
     "post_accumulate_grad_hooks",
@@ -61,9 +62,14 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def in_transform() -> bool:
+    """Tells whether a ``torch.func`` transform such as ``grad`` or ``jvp`` runs."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     """Suspends ``torch.func`` transforms such as ``jvp``: what is gathered is no part of them."""
-    if torch._C._are_functorch_transforms_active():
+    if in_transform():
         return torch._C._DisableFuncTorch()  # type: ignore[no-any-return]
     return contextlib.nullcontext()
 

@@ -237,13 +237,20 @@ def test_training_is_no_change(zero: int, mode: str) -> None:
 
 
 def made_in_inference_mode(rank: int, world_size: int) -> None:
-    """Inference tensors count no changes: a model made of them runs as before."""
+    """Inference tensors count no changes: a model made of them runs as before, and can be trained."""
     with torch.inference_mode():
         model, plain = two_layers(leave), two_layers(leave)
         fully_shard(model, mesh=data_mesh())
         x = torch.randn(3, 6)
         for _ in range(2):
             torch.testing.assert_close(model(x), plain(x))
+    for layer in model:
+        layer.change = id  # its buffer is an inference tensor for good
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(3, 6)).sum().backward()
+        optimizer.step()
+    assert not torch.equal(full(model[0].weight), plain[0].weight)
 
 
 @pytest.mark.dist

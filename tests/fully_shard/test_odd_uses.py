@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import warnings
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hyper_parallel import HSDPModule, PlacementError, PolicyError, ShardedStateError, fully_shard
 from tests.baselines import full
-from tests.dist_pool import run_ranks
+from tests.dist_pool import RanksFailed, run_ranks
 from tests.fully_shard.runs import data_mesh
 from tests.fully_shard.test_setters import compare_mean
 from tests.models import build
@@ -168,6 +170,29 @@ def second_order(rank: int, world_size: int, reshard: bool) -> None:
     compare_mean(model, plain)
 
 
+def transformed(rank: int, world_size: int, reshard: bool) -> None:
+    """Derivatives with respect to inputs by `torch.func`."""
+    plain, model = pair(reshard_after_forward=reshard)
+    x = inputs(rank)
+    for transform in (
+        lambda module: torch.func.grad(lambda x: module(x).square().sum())(x),
+        lambda module: torch.func.jacrev(module)(x[0]),
+        lambda module: torch.func.vmap(module)(x),
+        lambda module: torch.func.jvp(module, (x,), (torch.ones_like(x),))[1],
+    ):
+        for _ in range(2):
+            torch.testing.assert_close(transform(model), transform(plain))
+    for module in (plain, model):
+        module(x).square().sum().backward()
+    compare_mean(model, plain)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("reshard", [True, False])
+def test_derivatives_by_torch_func(reshard: bool) -> None:
+    run_ranks(transformed, 2, reshard)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("reshard", [True, False])
 def test_second_derivatives_are_refused(reshard: bool) -> None:
@@ -260,3 +285,26 @@ def added(rank: int, world_size: int) -> None:
 @pytest.mark.dist
 def test_parameters_that_came_after_wrapping() -> None:
     run_ranks(added, 2)
+
+
+def killed(rank: int, world_size: int, in_forward: bool) -> None:
+    _, model = pair()
+    model(inputs(rank)).sum().backward()
+    if not in_forward:
+        loss = model(inputs(rank)).sum()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if in_forward:
+        loss = model(inputs(rank)).sum()
+    loss.backward()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_a_rank_that_is_killed(in_forward: bool) -> None:
+    """The others end with an error that names what they were doing, not with a hang."""
+    with pytest.raises(
+        RanksFailed, match="failed: .*See first whether another rank ended"
+    ) as failure:
+        run_ranks(killed, 2, in_forward)
+    assert failure.value.died == {1: -signal.SIGKILL}
