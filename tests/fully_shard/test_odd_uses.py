@@ -304,7 +304,7 @@ def killed(rank: int, world_size: int, in_forward: bool) -> None:
 def test_a_rank_that_is_killed(in_forward: bool) -> None:
     """The others end with an error that names what they were doing, not with a hang."""
     with pytest.raises(
-        RanksFailed, match="failed: .*See first whether another rank ended"
+        RanksFailed, match=r"failed: .*See first whether another rank ended"
     ) as failure:
         run_ranks(killed, 2, in_forward)
     assert failure.value.died == {1: -signal.SIGKILL}
