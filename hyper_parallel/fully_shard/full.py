@@ -53,6 +53,8 @@ class FullParam(ParamSlice):
         self._unsharded_param: nn.Parameter | None = None
         self._unsharded_inner: list[Tensor] = []
         self._post_forward_local: Tensor | None = None
+        self._placed: Tensor | None = None
+        self._counted: tuple[Tensor, ...] = ()
         self._stamp: tuple[int, ...] = ()
         if post_forward is not None:
             self._init_sharded_post_forward_param_metadata()
@@ -197,6 +199,7 @@ class FullParam(ParamSlice):
         with torch.inference_mode(full.is_inference()):
             self._unsharded_param = nn.Parameter(full, self.sharded_param.requires_grad)
         self._unsharded_param.__dict__.update(notes_on(self.sharded_param))
+        self._watch(self._unsharded_param)
         note_replacement(self._unsharded_param, self)  # an optimizer may find it in the module
 
     def stamp_unsharded_param(self) -> None:
@@ -212,14 +215,16 @@ class FullParam(ParamSlice):
         return bool(self._stamp) and self._stamp != self._present_stamp()
 
     def _present_stamp(self) -> tuple[int, ...]:
-        full = self._unsharded_param
-        if full is None:
-            return ()
+        place = 0 if self._placed is None else self._placed.data_ptr()
+        return (place, *[tensor._version for tensor in self._counted])
+
+    def _watch(self, full: nn.Parameter) -> None:
+        """Chooses what stamps are made of, once: they are made in every gather."""
         local = dtensor_local(full)
-        place = local.data_ptr() if type(local) in (Tensor, nn.Parameter) else 0
-        if full.is_inference() or local.is_inference() or self._shares_storage:
-            return (place,)
-        return (place, full._version, local._version)
+        self._placed = local if type(local) in (Tensor, nn.Parameter) else None
+        self._counted = (full,) if local is full else (full, local)
+        if self._shares_storage or any(tensor.is_inference() for tensor in self._counted):
+            self._counted = ()
 
     def free_unsharded_param(self) -> None:
         """Frees the memory of the full parameter; its object, and views of it, stay."""
@@ -233,6 +238,7 @@ class FullParam(ParamSlice):
         """Lets the next gather make a new object."""
         self._unsharded_param = None
         self.all_gather_outputs = []
+        self._placed, self._counted = None, ()
 
     @property
     def unsharded_param(self) -> nn.Parameter:
