@@ -104,6 +104,18 @@ class Plan:
         return MappingProxyType(graphs)
 
     @property
+    def captured(self) -> fx.GraphModule:
+        """The program for one device that the passes started from, forward and backward in one; to read, not to change."""
+        return self._require_program().captured.gm
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """One line for each leaf of the call: path, dtype and the sizes that the plan was made with, or the constant."""
+        if self._signature is None or self._program is None:
+            return ()
+        return tuple(self._signature.describe_sizes(self._program.traced))
+
+    @property
     def _reduction(self) -> Reduction:
         return Reduction(reduce_op=self.policy.reduce_op)
 
@@ -137,6 +149,12 @@ class Plan:
         from hp_compile.dump import dump
 
         return dump(self)
+
+    def to_json(self) -> str:
+        """The plan as a JSON document with a stable schema; ``hp_compile.serial`` describes and reads it."""
+        from hp_compile import serial
+
+        return serial.dumps(serial.save(self))
 
     def __repr__(self) -> str:
         return f"Plan({len(self._params)} parameters on {self.layout.describe()}, fingerprint {self.fingerprint})"

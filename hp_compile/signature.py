@@ -77,13 +77,31 @@ class Signature:
 
     def describe(self) -> list[str]:
         """One stable line for each leaf, sizes left out; equal on ranks that call alike."""
-        paths = [
-            "".join(str(k) for k in path)
-            for path, _ in pytree.tree_flatten_with_path(
-                pytree.tree_unflatten(range(len(self.leaves)), self.tree)
-            )[0]
-        ]
+        paths = ["".join(map(str, path)) for path in self._paths]
         return [f"input {p}: {x}" for p, x in zip(paths, self.leaves, strict=True)]
+
+    def describe_sizes(self, sizes: Sequence[Sequence[int]]) -> list[str]:
+        """One line for each leaf, for people: its argument, then dtype and sizes, or the constant.
+
+        Args:
+            sizes: sizes of the flat tensors.
+        """
+        remaining = iter(sizes)
+        lines = []
+        for path, leaf in zip(self._paths, self.leaves, strict=True):
+            # the first key is 0 for a positional argument and 1 for a keyword
+            name = "".join(map(str, path[1:])).removeprefix("['").replace("']", "", 1)
+            value = repr(leaf)
+            if isinstance(leaf, TensorSpec):
+                dtype = str(leaf.dtype).removeprefix("torch.")
+                value = f"{dtype}{list(next(remaining))}"
+            lines.append(f"{name}: {value}")
+        return lines
+
+    @property
+    def _paths(self) -> list[Any]:
+        tree = pytree.tree_unflatten(range(len(self.leaves)), self.tree)
+        return [path for path, _ in pytree.tree_flatten_with_path(tree)[0]]
 
 
 def _identity(leaf: Any) -> Any:

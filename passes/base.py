@@ -381,22 +381,30 @@ def remove_dead(gm: fx.GraphModule) -> None:
 
 
 def module_path(node: fx.Node) -> str:
-    """FQN of the module whose forward made this node, empty at the root or when unknown."""
-    stack = node.meta.get("nn_module_stack") or {}
+    """FQN of the module whose forward made this node, or whose backward it is; empty at the root or when unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     entries = list(stack.values())
-    return entries[-1][0] if entries else ""
+    path: str = entries[-1][0] if entries else ""
+    return path.removeprefix("module").removeprefix(".")  # capture calls the model "module"
 
 
 def source_line(node: fx.Node) -> str:
-    """Last user frame of the node's stack trace as ``file:line``, empty when unknown."""
+    """Last user frame of the node's stack trace as ``file:line``, empty when unknown.
+
+    A frame of torch's own modules counts only where there is no other.
+    """
     trace = node.meta.get("stack_trace") or ""
     frames = [ln.strip() for ln in trace.splitlines() if ln.strip().startswith("File ")]
     lines = [frame for frame in frames if f"{os.sep}hp_compile{os.sep}" not in frame]
+    lines = [frame for frame in lines if _TORCH not in frame] or lines
     if not lines:
         return ""
     parts = lines[-1].split('"')
     number = lines[-1].partition("line ")[2].partition(",")[0]
     return f"{parts[1]}:{number}" if len(parts) > 1 else ""
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def order(names: Sequence[str], program: ProgramInfo) -> list[str]:

@@ -1,0 +1,336 @@
+"""A saved plan as text for people: equal layers are one row, so that a stranger can read what one of them costs."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from hp_compile.patterns import grouped
+from hp_compile.plan_diff import placement_text, totals
+from hp_compile.policy_file import policy_values
+from hp_compile.serial import SavedCollective, SavedParam, SavedPlan
+from hyper_parallel.policy import Policy
+
+_BITS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float64": "f64"}
+_WIDTH = 78
+
+
+def plan_parts(plan: SavedPlan, command: str) -> list[Any]:
+    """Everything that the text of a plan consists of.
+
+    Args:
+        plan: the plan.
+        command: the shell command that makes it; empty when unknown.
+    """
+    parts: list[Any] = [f"$ {command}"] if command else []
+    parts += _header(plan)
+    parts += ["", f"Parameters: {count_text(plan)}", _parameters(plan), *_reasons(plan)]
+    if plan.collectives is None:
+        parts += ["", "Collectives: not known, the plan was made without a program"]
+    elif not plan.collectives:
+        parts += ["", "Collectives: none"]
+    else:
+        parts += ["", "What one unit costs a step, on this rank", _units(plan)]
+        parts += ["", f"A step: {len(plan.collectives)} collectives", _totals(plan)]
+    return parts + _notes(plan)
+
+
+# ------------------------------------------------------------------ header
+
+
+def _header(plan: SavedPlan) -> list[str]:
+    mesh = plan.mesh
+    dims = " × ".join(f"{name}={size}" for name, size in mesh.dims)
+    roles = ", ".join(f"{role}: {'×'.join(names)}" for role, names in mesh.roles.items())
+    lines = [
+        f"plan {plan.fingerprint}",
+        f"mesh    {dims}: {mesh.size:,} ranks, seen from rank {mesh.rank}",
+        f"roles   {roles}",
+    ]
+    lines += _folded("policy  ", changed_fields(plan.policy) or ["(defaults)"])
+    if plan.inputs:
+        lines += _folded("inputs  ", plan.inputs)
+    return lines
+
+
+def _folded(label: str, items: Iterable[str]) -> list[str]:
+    return textwrap.wrap(
+        ", ".join(items),
+        _WIDTH,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def changed_fields(policy: Mapping[str, Any]) -> list[str]:
+    """The fields of a saved policy that are not the defaults, as ``name=value``.
+
+    Args:
+        policy: fields as plain values.
+    """
+    default = policy_values(Policy())
+    found = []
+    for name, value in policy.items():
+        if isinstance(value, Mapping) and isinstance(default.get(name), Mapping):
+            items = value.items()
+            found += [f"{name}.{k}={v}" for k, v in items if v != default[name].get(k)]
+        elif value != default.get(name):
+            text = ", ".join(map(str, value)) if isinstance(value, list) else value
+            found.append(f"{name}=[{text}]" if isinstance(value, list) else f"{name}={text}")
+    return found
+
+
+def count_text(plan: SavedPlan) -> str:
+    """Number of parameters and elements, of the model and on this rank.
+
+    Args:
+        plan: the plan.
+    """
+    whole = sum(math.prod(p.shape) for p in plan.params)
+    here = sum(math.prod(p.local_shape) for p in plan.params)
+    return f"{len(plan.params)}, {whole:,} elements, {here:,} on this rank"
+
+
+def _notes(plan: SavedPlan) -> list[str]:
+    """What a reader may not expect."""
+    notes = []
+    used = {axis for c in plan.collectives or () for axis in c.axes}
+    for (name, size), place in zip(plan.mesh.dims, range(len(plan.mesh.dims)), strict=True):
+        cut = any(p.placements[place] != "R" for p in plan.params)
+        if name in plan.mesh.roles.get("tp", ()) and size > 1 and not cut and name not in used:
+            notes.append(
+                f"note: the {size} ranks along {name} hold the same parameters and do the same work, because the policy has "
+                "no tp_plan"
+            )
+    padded = [p for p in plan.params if p.padded_shape != p.local_shape or _uneven(p)]
+    if padded:
+        names = [g.name for g in grouped(padded, name=lambda p: p.fqn, key=lambda _: None)]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        notes.append(
+            f"note: shards of {', '.join(names[:3])}{more} are padded to equal rows; bytes include it"
+        )
+    lines = [line for note in notes for line in textwrap.wrap(note, _WIDTH, break_on_hyphens=False)]
+    return ["", *lines] if lines else []
+
+
+def _uneven(param: SavedParam) -> bool:
+    full = math.prod(param.padded_shape) * param.shard_size
+    cut_before = math.prod(param.shape) // max(full, 1)
+    return param.shard_size > 1 and cut_before == 0 and full > math.prod(param.shape)
+
+
+# ------------------------------------------------------------------ tables
+
+
+def table(*columns: str, right: Iterable[str] = (), fold: str = "") -> Table:
+    """An empty table in the house style.
+
+    Args:
+        *columns: headings.
+        right: headings of the columns with numbers.
+        fold: heading of the column that is folded on a narrow terminal.
+    """
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    for name in columns:
+        made.add_column(
+            name,
+            justify="right" if name in right else "left",
+            no_wrap=name != fold,
+            overflow="fold",
+        )
+    return made
+
+
+def _parameters(plan: SavedPlan) -> Table:
+    reasons = _numbered_reasons(plan)
+    rows = table("parameter", "dtype", "shape", "cut", "reduction", "why", fold="parameter")
+    groups = grouped(
+        plan.params,
+        name=lambda p: p.fqn,
+        key=lambda p: (p.dtype, p.shape, p.placements, _reduction(p), p.reason, p.ignored),
+    )
+    for group in groups:
+        p = group.items[0]
+        rows.add_row(
+            group.name,
+            short_dtype(p.dtype),
+            shape_text(p.shape),
+            placement_text(p, plan.mesh),
+            _reduction(p),
+            f"({reasons[p.reason]})",
+        )
+    return rows
+
+
+def _reduction(param: SavedParam) -> str:
+    return param.reduction + ("" if param.requires_grad else " (frozen)")
+
+
+def _numbered_reasons(plan: SavedPlan) -> dict[str, int]:
+    distinct = dict.fromkeys(p.reason for p in plan.params)
+    return {reason: number for number, reason in enumerate(distinct, 1)}
+
+
+def _reasons(plan: SavedPlan) -> list[str]:
+    lines = []
+    for reason, number in _numbered_reasons(plan).items():
+        count = sum(p.reason == reason for p in plan.params)
+        label = f"({number}) "
+        lines += textwrap.wrap(
+            f"{reason} {count} parameters." if len(plan.params) > 1 else reason,
+            _WIDTH,
+            initial_indent=label,
+            subsequent_indent=" " * len(label),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+    return lines
+
+
+def _units(plan: SavedPlan) -> Table:
+    """One block of rows for all units that issue the same collectives."""
+    by_unit: dict[str, list[SavedCollective]] = {}
+    for c in plan.collectives or ():
+        by_unit.setdefault(c.unit, []).append(c)
+    names = sorted(by_unit, key=_registration(plan))
+    groups = grouped(names, name=unit_text, key=lambda unit: tuple(_count(by_unit[unit]).items()))
+    rows = table(
+        "unit",
+        "phase",
+        "collectives",
+        "over",
+        "dtype",
+        "sends",
+        "for",
+        right=["sends"],
+        fold="unit",
+    )
+    for group in groups:
+        many = f" ×{len(group.items)}" if len(group.items) > 1 else ""
+        label = (group.name or "(no unit)") + many
+        for (phase, kind, axes, purpose, dtype), (number, nbytes) in _count(
+            by_unit[group.items[0]]
+        ).items():
+            rows.add_row(
+                label,
+                phase,
+                f"{number} {kind}",
+                plan.mesh.over(axes),
+                short_dtype(dtype),
+                bytes_text(nbytes),
+                purpose,
+            )
+            label = ""
+    return rows
+
+
+def _registration(plan: SavedPlan) -> Any:
+    """Sort key of units: the place of their first parameter."""
+    place: dict[str, int] = {}
+    for index, p in enumerate(plan.params):
+        place.setdefault(p.unit, index)
+    return lambda unit: place.get(unit.partition("+")[0], len(plan.params))
+
+
+def unit_text(unit: str) -> str:
+    """The name of a unit; of many that share a bucket, the first and the last.
+
+    Args:
+        unit: name, several joined by ``+``.
+    """
+    parts = unit.split("+")
+    return unit if len(parts) < 3 else f"{parts[0]}+…+{parts[-1]}"
+
+
+def _count(items: Iterable[SavedCollective]) -> dict[tuple[Any, ...], tuple[int, int]]:
+    found: dict[tuple[Any, ...], tuple[int, int]] = {}
+    for c in items:
+        key = (c.phase, c.kind, c.axes, c.purpose, c.dtype)
+        number, nbytes = found.get(key, (0, 0))
+        found[key] = (number + 1, nbytes + c.nbytes)
+    return found
+
+
+def _totals(plan: SavedPlan) -> Table:
+    rows = table(
+        "phase",
+        "collectives",
+        "over",
+        "dtype",
+        "for",
+        "this rank sends",
+        "bytes",
+        right=["this rank sends", "bytes"],
+        fold="collectives",
+    )
+    number = total = 0
+    for (phase, kind, axes, purpose, dtype), (count, nbytes) in totals(plan).items():
+        rows.add_row(
+            phase,
+            f"{count} {kind}",
+            plan.mesh.over(axes),
+            short_dtype(dtype),
+            purpose,
+            bytes_text(nbytes),
+            f"{nbytes:,}",
+        )
+        number, total = number + count, total + nbytes
+    rows.add_row("both", str(number), "", "", "", bytes_text(total), f"{total:,}", style="bold")
+    return rows
+
+
+# ------------------------------------------------------------------ words
+
+
+def bytes_text(nbytes: int) -> str:
+    """Bytes in units of 1000.
+
+    Args:
+        nbytes: number of bytes.
+
+    Example:
+        >>> bytes_text(436_207_616), bytes_text(12)
+        ('436.2 MB', '12 B')
+    """
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 1000:
+            return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:,.1f} TB"
+
+
+def short_dtype(dtype: str) -> str:
+    """``f32`` for ``float32``."""
+    return _BITS.get(dtype, dtype)
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """``[4096, 1024]``."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def heading(text: str) -> Text:
+    """A heading in bold where there are colours."""
+    return Text(text, style="bold")
+
+
+__all__ = [
+    "bytes_text",
+    "changed_fields",
+    "count_text",
+    "heading",
+    "plan_parts",
+    "shape_text",
+    "short_dtype",
+    "table",
+    "unit_text",
+]
