@@ -51,13 +51,13 @@ def grouped(
     Returns:
         Groups in the order of their first members.
     """
-    alike: dict[Hashable, dict[_Indices, _Item]] = {}
+    alike: dict[tuple[tuple[str, ...], Hashable], dict[_Indices, _Item]] = {}
     for item in items:
         parts = _NUMBER.split(name(item))
         indices = tuple(map(int, parts[1::2]))
         alike.setdefault((tuple(parts[::2]), key(item)), {})[indices] = item
     found: list[Group[_Item]] = []
-    for (texts, _), members in alike.items():  # type: ignore[misc]
+    for (texts, _), members in alike.items():
         for block in _blocks(list(members)):
             chosen = tuple(m for i, m in members.items() if _inside(i, block))
             found.append(Group(_write(texts, block), chosen))

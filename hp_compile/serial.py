@@ -157,7 +157,8 @@ def save(plan: Plan, *, request: Mapping[str, Any] | None = None) -> SavedPlan:
         plan: the plan.
         request: what it was made from, as plain values.
     """
-    layout, units = plan.layout, {}
+    layout = plan.layout
+    units: Mapping[str, str] = {}
     collectives = None
     if plan.has_program:
         units = base.info(plan.graphs["forward"]).units

@@ -2,7 +2,8 @@
 
     hyper_parallel   torch and the standard library; torch.fx only in torch_compat
     passes           also hyper_parallel
-    hp_compile       also passes
+    hp_compile       also passes; tomli stands in for tomllib on Python 3.10
+    hp_compile.cli   also typer, rich and transformers; nothing imports it but `__main__`
 
 Only `hyper_parallel/torch_compat` touches a name of torch that starts with an underscore,
 `torch.fx.experimental`, functorch, or the insides of a DTensor. Operators are no private API:
@@ -25,8 +26,10 @@ COMPAT = "hyper_parallel.torch_compat"
 ALLOWED = {
     "hyper_parallel": {"torch", "hyper_parallel"},
     "passes": {"torch", "hyper_parallel", "passes"},
-    "hp_compile": {"torch", "hyper_parallel", "passes", "hp_compile"},
+    "hp_compile": {"torch", "hyper_parallel", "passes", "hp_compile", "tomli"},
 }
+CLI = "hp_compile.cli"
+CLI_ALLOWED = ALLOWED["hp_compile"] | {"typer", "rich", "transformers"}
 PACKAGES = [package for package in ALLOWED if (ROOT / package).is_dir()]
 SCRIPTS = ("examples", "benchmarks")  # any import they like, but no private torch
 DTENSOR_INSIDES = frozenset({"_local_tensor", "_spec"})
@@ -56,6 +59,11 @@ def imported_names(tree: ast.AST, module: str, is_package: bool) -> Iterator[tup
             for argument in node.args[:1]:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                     yield node.lineno, argument.value
+
+
+def is_inside(module: str, package: str) -> bool:
+    """Tell whether a dotted name is a package or lies in it."""
+    return module == package or module.startswith(package + ".")
 
 
 def is_private(name: str) -> bool:
@@ -90,14 +98,17 @@ def violations(source: str, module: str, *, is_package: bool = False) -> list[st
     tree = ast.parse(source)
     found: list[str] = []
     layer = module.split(".")[0]
-    compat = module == COMPAT or module.startswith(COMPAT + ".")
-    allowed = ALLOWED.get(layer)
+    compat = is_inside(module, COMPAT)
+    cli = is_inside(module, CLI) or module == "hp_compile.__main__"
+    allowed = CLI_ALLOWED if cli else ALLOWED.get(layer)
     used = list(imported_names(tree, module, is_package))
     if allowed is not None:
         for line, name in used:
             root = name.split(".")[0]
             if root not in allowed and root not in sys.stdlib_module_names:
                 found.append(f"{module}:{line} imports {name}; {layer} may import {allowed}")
+            if is_inside(name, CLI) and not cli:
+                found.append(f"{module}:{line} imports {name}; only the command line itself may")
     if compat:
         return found
     aliases = {"torch": "torch", "dist": "torch.distributed"}
@@ -163,6 +174,10 @@ def test_layers_and_private_torch() -> None:
         ("hp_compile.api", "x._local_tensor", "uses _local_tensor"),
         ("hp_compile.api", "getattr(x, '_spec')", "names '_spec'"),
         ("examples.train", "import torch._dynamo", "torch._dynamo"),
+        ("hp_compile.plan", "import rich.table", "imports rich.table"),
+        ("hp_compile.plan", "from hp_compile.cli import text", "only the command line itself"),
+        ("hp_compile.clip", "import typer", "imports typer"),
+        ("hp_compile.cli.plan", "import numpy", "imports numpy"),
     ],
 )
 def test_each_rule_bites(module: str, source: str, expected: str) -> None:
@@ -184,6 +199,8 @@ def test_each_rule_bites(module: str, source: str, expected: str) -> None:
         ("passes.bucket", "import torch\ntorch._foreach_mul_([], 1.0)"),
         ("hp_compile.api", "import torch\nimport passes.base\ntorch.__version__\nself._spec_x"),
         ("examples.train", "import transformers\nimport hp_compile"),
+        ("hp_compile.cli.plan", "import rich\nimport typer\nfrom hp_compile.cli import text"),
+        ("hp_compile.__main__", "from hp_compile.cli.app import main"),
     ],
 )
 def test_what_is_allowed(module: str, source: str) -> None:

@@ -75,10 +75,8 @@ def check(
     form = formats.choose(None, golden)
     if form not in ("json", "text"):
         raise RequestError(f"{golden}: check compares .json files and text, not {form}")
-    if model is None:
-        asked = request(None, mesh, base=_request_in(golden), **given)
-    else:
-        asked = request(model, mesh, **given)
+    base = None if model else _request_in(golden)
+    asked = request(model, mesh, base=base, **given)
     folder = golden.parent.resolve()
     with progress(quiet) as say, planned(asked, say) as made:
         content = formats.formats()[form](made, asked, folder)

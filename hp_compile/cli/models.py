@@ -68,12 +68,12 @@ def import_object(spec: str, what: str) -> Any:
     try:
         found = importlib.import_module(module_name)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name is not None:
-            if module_name == error.name or module_name.startswith(error.name + "."):
-                raise RequestError(
-                    f"{what} {spec}: there is no module {error.name!r}; the directory {Path.cwd()} and the installed "
-                    "packages were searched"
-                ) from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            raise RequestError(
+                f"{what} {spec}: there is no module {missing!r}; the directory {Path.cwd()} and the installed packages "
+                "were searched"
+            ) from error
         raise RequestError(
             f"{what} {spec}: importing {module_name} failed: {_failure(error)}"
         ) from error
