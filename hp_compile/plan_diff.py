@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_compile.patterns import compress
-from hp_compile.serial import SavedMesh, SavedParam, SavedPlan
+from hp_compile.serial import SavedCollective, SavedMesh, SavedParam, SavedPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,22 +221,22 @@ def _summary(param: SavedParam, mesh: SavedMesh) -> str:
 _Key = tuple[str, str, tuple[str, ...], str, str]
 
 
-def totals(plan: SavedPlan) -> dict[_Key, tuple[int, int]]:
+def count(collectives: Iterable[SavedCollective]) -> dict[_Key, tuple[int, int]]:
     """Number and bytes of the collectives of every (phase, kind, axes, purpose, dtype), in issue order.
 
     Args:
-        plan: the plan.
+        collectives: the collectives.
     """
     found: dict[_Key, tuple[int, int]] = {}
-    for c in plan.collectives or ():
+    for c in collectives:
         key = (c.phase, c.kind, c.axes, c.purpose, c.dtype)
-        count, nbytes = found.get(key, (0, 0))
-        found[key] = (count + 1, nbytes + c.nbytes)
+        number, nbytes = found.get(key, (0, 0))
+        found[key] = (number + 1, nbytes + c.nbytes)
     return found
 
 
 def _traffic(before: SavedPlan, after: SavedPlan) -> list[Traffic]:
-    left, right = totals(before), totals(after)
+    left, right = count(before.collectives or ()), count(after.collectives or ())
     return [
         Traffic(
             phase=key[0],
@@ -275,4 +275,4 @@ def _short(kind: str, params: tuple[str, ...]) -> str:
     return f"{kind} of {first}{more}"
 
 
-__all__ = ["Change", "PlanDiff", "Traffic", "compare", "placement_text", "totals"]
+__all__ = ["Change", "ParamChange", "PlanDiff", "Traffic", "compare", "count", "placement_text"]

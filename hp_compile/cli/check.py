@@ -160,5 +160,5 @@ def _compare(golden: Path, content: str, form: str) -> tuple[list[Any], bool]:
     old, new = read(golden).splitlines(), content.splitlines()
     if old[1:] == new[1:]:  # the first line is the command
         return [], False
-    lines = difflib.unified_diff(old, new, str(golden), "now", lineterm="", n=2)
+    lines = difflib.unified_diff(old, new, str(golden), "now", lineterm="", n=6)
     return list(lines), True

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
-from hp_compile.cli.text import bytes_text, heading, short_dtype, table
+from rich.text import Text
+
+from hp_compile.cli.text import bytes_text, heading, sections, short_dtype, table
 from hp_compile.plan_diff import PlanDiff, Traffic
 from hp_compile.serial import SavedPlan
 
-_MOST = 12
+_MOST = 6
+_WIDTH = 78
 
 
 def diff_parts(diff: PlanDiff, before: SavedPlan, after: SavedPlan) -> list[Any]:
@@ -23,15 +27,15 @@ def diff_parts(diff: PlanDiff, before: SavedPlan, after: SavedPlan) -> list[Any]
         return [f"no difference: plan {before.fingerprint}"]
     parts: list[Any] = [f"plan {before.fingerprint} → {after.fingerprint}"]
     if diff.settings:
-        rows = table("field", "before", "after", fold="after")
+        rows = table("field", "before", "after", fold=["before", "after"])
         for change in diff.settings:
             rows.add_row(change.what, *_sides(change.before, change.after))
         parts += ["", heading("Mesh, policy and inputs"), rows]
     if diff.params:
         count = sum(change.count for change in diff.params)
-        parts += ["", heading(f"Parameters: {count} change"), _params(diff, before, after)]
+        parts += ["", heading(f"Parameters: {count} change"), *_params(diff, before, after)]
     if diff.traffic:
-        parts += ["", heading("Collectives a step, on this rank"), _traffic(diff, before, after)]
+        parts += ["", heading("Collectives a step, on this rank"), *_traffic(diff, before, after)]
     if diff.order:
         parts += ["", heading("Collectives"), diff.order]
     if not (diff.settings or diff.params or diff.traffic or diff.order):
@@ -39,62 +43,55 @@ def diff_parts(diff: PlanDiff, before: SavedPlan, after: SavedPlan) -> list[Any]
     return parts
 
 
-def _params(diff: PlanDiff, before: SavedPlan, after: SavedPlan) -> Any:
-    rows = table("parameters", "of", "what", "before", "after", right=["of"], fold="parameters")
+def _params(diff: PlanDiff, before: SavedPlan, after: SavedPlan) -> list[str]:
+    lines = []
     total = max(len(before.params), len(after.params))
     for group in diff.params:
         names = list(group.names)
         if group.count == total > len(names) > 1:
             names = ["all"]
-        elif len(names) > _MOST:
-            names = [*names[: _MOST - 1], f"… {len(names) - _MOST + 1} more"]
-        sides = [_sides(change.before, change.after) for change in group.changes]
-        rows.add_row(
-            "\n".join(names),
-            str(group.count),
-            "\n".join(change.what for change in group.changes),
-            "\n".join(old for old, _ in sides),
-            "\n".join(new for _, new in sides),
+        more = f", … {len(names) - _MOST} more" if len(names) > _MOST else ""
+        label = f"{group.count} of {total}: " if total > 1 else ""
+        lines += textwrap.wrap(
+            f"{label}{', '.join(names[:_MOST])}{more}",
+            _WIDTH,
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+            break_long_words=False,
         )
-    return rows
+        width = max(len(change.what) for change in group.changes)
+        for change in group.changes:
+            if change.before is None:
+                lines.append(f"  + {change.after}")
+            elif change.after is None:
+                lines.append(f"  - {change.before}")
+            else:
+                lines.append(f"  {change.what.ljust(width)}  {change.before} → {change.after}")
+    return lines
 
 
 def _sides(before: str | None, after: str | None) -> tuple[str, str]:
     return ("-" if before is None else before, "-" if after is None else after)
 
 
-def _traffic(diff: PlanDiff, before: SavedPlan, after: SavedPlan) -> Any:
-    rows = table(
-        "",
-        "phase",
-        "kind",
-        "over",
-        "dtype",
-        "for",
-        "before",
-        "after",
-        right=["before", "after"],
-        fold="for",
-    )
+def _traffic(diff: PlanDiff, before: SavedPlan, after: SavedPlan) -> list[Text]:
+    rows: list[str | tuple[str, ...]] = []
+    phases: set[str] = set()
     for t in diff.traffic:
-        mesh = before.mesh if t.before[0] else after.mesh
-        over = mesh.over(t.axes)
-        if t.before[0] and t.after[0] and after.mesh.over(t.axes) != over:
-            over = f"{over} → {after.mesh.over(t.axes)}"
-        rows.add_row(
-            _mark(t),
-            t.phase,
-            t.kind,
-            over,
-            short_dtype(t.dtype),
-            t.purpose,
-            _amount(t.before),
-            _amount(t.after),
-            style={"+": "green", "-": "red"}.get(_mark(t)),
-        )
+        if t.phase not in phases:
+            phases.add(t.phase)
+            rows.append(t.phase)
+        sides = (_amount(t.before), _amount(t.after))
+        name = f"{_mark(t)} {t.kind}"
+        rows.append((name, "×".join(t.axes), short_dtype(t.dtype), t.purpose, *sides))
+    heads = ("collectives", "over", "dtype", "for", "before", "after")
+    colours = {"+": "green", "-": "red"}
+    lines = sections(heads, rows, right=[4, 5])
+    for line in lines:
+        line.stylize(colours.get(line.plain[:1], ""))
     old, new = (_total(plan) for plan in (before, after))
-    rows.add_row("", "both", "all", "", "", "", _amount(old), _amount(new), style="bold")
-    return rows
+    sends = f"this rank sends {bytes_text(old[1])} → {bytes_text(new[1])}"
+    return [*lines, Text(f"in all {old[0]} → {new[0]} collectives; {sends}")]
 
 
 def _mark(traffic: Traffic) -> str:

@@ -115,13 +115,12 @@ def _carrying(plan: Plan, fqn: str) -> Iterator[tuple[int, str, Collective]]:
 
 
 def _collective(plan: Plan, c: Collective) -> str:
-    others = [name for name in c.params]
-    with_ = (
-        "alone" if len(others) == 1 else f"in a bucket of {len(others)} ({_some(compress(others))})"
-    )
+    with_ = "alone"
+    if len(c.params) > 1:
+        with_ = f"in a bucket of {len(c.params)} ({_some(compress(c.params))})"
     return (
-        f"{c.kind} over {explain_axes(plan.layout, c.axes)} in {_dtype(c.dtype)}, {with_}, this rank sends "
-        f"{bytes_text(c.nbytes)}"
+        f"{c.kind} over {explain_axes(plan.layout, c.axes)} in {_dtype(c.dtype)}, this rank sends "
+        f"{bytes_text(c.nbytes)}, {with_}"
     )
 
 

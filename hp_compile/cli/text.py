@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hp_compile.patterns import grouped
-from hp_compile.plan_diff import placement_text, totals
+from hp_compile.plan_diff import count
 from hp_compile.policy_file import policy_values
 from hp_compile.serial import SavedCollective, SavedParam, SavedPlan
 from hyper_parallel.policy import Policy
@@ -30,14 +31,15 @@ def plan_parts(plan: SavedPlan, command: str) -> list[Any]:
     """
     parts: list[Any] = [f"$ {command}"] if command else []
     parts += _header(plan)
-    parts += ["", f"Parameters: {count_text(plan)}", _parameters(plan), *_reasons(plan)]
+    parts += ["", heading(f"Parameters: {count_text(plan)}"), *_parameters(plan)]
+    parts += _reasons(plan)
     if plan.collectives is None:
         parts += ["", "Collectives: not known, the plan was made without a program"]
     elif not plan.collectives:
         parts += ["", "Collectives: none"]
     else:
-        parts += ["", "What one unit costs a step, on this rank", _units(plan)]
-        parts += ["", f"A step: {len(plan.collectives)} collectives", _totals(plan)]
+        parts += ["", heading("What one unit costs a step, on this rank"), *_units(plan)]
+        parts += ["", heading("A step, on this rank"), *_totals(plan)]
     return parts + _notes(plan)
 
 
@@ -130,44 +132,75 @@ def _uneven(param: SavedParam) -> bool:
 # ------------------------------------------------------------------ tables
 
 
-def table(*columns: str, right: Iterable[str] = (), fold: str = "") -> Table:
+def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ()) -> Table:
     """An empty table in the house style.
 
     Args:
         *columns: headings.
         right: headings of the columns with numbers.
-        fold: heading of the column that is folded on a narrow terminal.
+        fold: headings of the columns that are folded on a narrow terminal.
     """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     for name in columns:
         made.add_column(
             name,
             justify="right" if name in right else "left",
-            no_wrap=name != fold,
+            no_wrap=name not in fold,
             overflow="fold",
         )
     return made
 
 
-def _parameters(plan: SavedPlan) -> Table:
+def sections(
+    heads: Sequence[str], rows: Iterable[str | Sequence[str]], right: Iterable[int] = ()
+) -> list[Text]:
+    """Aligned rows under headings that are as wide as they like: what a table cannot do.
+
+    Args:
+        heads: headings of the columns.
+        rows: cells, or the heading of a section.
+        right: numbers of the columns with numbers.
+    """
+    rows = list(rows)
+    cells = [heads, *(row for row in rows if not isinstance(row, str))]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
+
+    def line(row: Sequence[str]) -> str:
+        parts = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(parts).rstrip()
+
+    rule = "─" * max(len(line(row)) for row in cells)
+    found = [Text(line(heads), style="bold"), Text(rule, style="dim")]
+    return found + [heading(r) if isinstance(r, str) else Text(line(r)) for r in rows]
+
+
+_INDEXED = re.compile(r"(?P<block>.*?(?:\{[\d.,]+\}|\b\d+))\.(?P<rest>.*)")
+
+
+def _parameters(plan: SavedPlan) -> list[Text]:
+    """A row for equal parameters of equal blocks, the blocks as headings."""
     reasons = _numbered_reasons(plan)
-    rows = table("parameter", "dtype", "shape", "cut", "reduction", "why", fold="parameter")
     groups = grouped(
         plan.params,
         name=lambda p: p.fqn,
         key=lambda p: (p.dtype, p.shape, p.placements, _reduction(p), p.reason, p.ignored),
     )
+    rows: dict[str, list[Sequence[str]]] = {}
     for group in groups:
         p = group.items[0]
-        rows.add_row(
-            group.name,
-            short_dtype(p.dtype),
-            shape_text(p.shape),
-            placement_text(p, plan.mesh),
-            _reduction(p),
-            f"({reasons[p.reason]})",
-        )
-    return rows
+        match = _INDEXED.fullmatch(group.name)
+        block, name = (match["block"], "  " + match["rest"]) if match else ("", group.name)
+        place = "ignored" if p.ignored else ", ".join(p.placements)
+        reduction = f"{_reduction(p)} ({reasons[p.reason]})"
+        cells = (name, short_dtype(p.dtype), shape_text(p.shape), place, reduction)
+        rows.setdefault(block, []).append(cells)
+    found: list[str | Sequence[str]] = []
+    for block, members in rows.items():
+        found += ([block] if block else []) + members
+    return sections(("parameter", "dtype", "shape", "placement", "reduction (why)"), found)
 
 
 def _reduction(param: SavedParam) -> str:
@@ -195,41 +228,25 @@ def _reasons(plan: SavedPlan) -> list[str]:
     return lines
 
 
-def _units(plan: SavedPlan) -> Table:
-    """One block of rows for all units that issue the same collectives."""
+def _units(plan: SavedPlan) -> list[Text]:
+    """The collectives of a unit, once for all units that issue the same."""
     by_unit: dict[str, list[SavedCollective]] = {}
     for c in plan.collectives or ():
         by_unit.setdefault(c.unit, []).append(c)
     names = sorted(by_unit, key=_registration(plan))
-    groups = grouped(names, name=unit_text, key=lambda unit: tuple(_count(by_unit[unit]).items()))
-    rows = table(
-        "unit",
-        "phase",
-        "collectives",
-        "over",
-        "dtype",
-        "sends",
-        "for",
-        right=["sends"],
-        fold="unit",
-    )
+    groups = grouped(names, name=unit_text, key=lambda unit: tuple(count(by_unit[unit]).items()))
+    rows: list[str | Sequence[str]] = []
     for group in groups:
-        many = f" ×{len(group.items)}" if len(group.items) > 1 else ""
-        label = (group.name or "(no unit)") + many
-        for (phase, kind, axes, purpose, dtype), (number, nbytes) in _count(
+        many = f": {len(group.items)} units, each" if len(group.items) > 1 else ""
+        rows.append((group.name or "(no unit)") + many)
+        for (phase, kind, axes, purpose, dtype), (number, nbytes) in count(
             by_unit[group.items[0]]
         ).items():
-            rows.add_row(
-                label,
-                phase,
-                f"{number} {kind}",
-                plan.mesh.over(axes),
-                short_dtype(dtype),
-                bytes_text(nbytes),
-                purpose,
+            over, sends = plan.mesh.over(axes), bytes_text(nbytes)
+            rows.append(
+                ("  " + phase, f"{number} {kind}", over, short_dtype(dtype), sends, purpose)
             )
-            label = ""
-    return rows
+    return sections(("unit", "collectives", "over", "dtype", "sends", "for"), rows, right=[4])
 
 
 def _registration(plan: SavedPlan) -> Any:
@@ -250,41 +267,23 @@ def unit_text(unit: str) -> str:
     return unit if len(parts) < 3 else f"{parts[0]}+…+{parts[-1]}"
 
 
-def _count(items: Iterable[SavedCollective]) -> dict[tuple[Any, ...], tuple[int, int]]:
-    found: dict[tuple[Any, ...], tuple[int, int]] = {}
-    for c in items:
-        key = (c.phase, c.kind, c.axes, c.purpose, c.dtype)
-        number, nbytes = found.get(key, (0, 0))
-        found[key] = (number + 1, nbytes + c.nbytes)
-    return found
-
-
-def _totals(plan: SavedPlan) -> Table:
-    rows = table(
-        "phase",
-        "collectives",
-        "over",
-        "dtype",
-        "for",
-        "this rank sends",
-        "bytes",
-        right=["this rank sends", "bytes"],
-        fold="collectives",
-    )
-    number = total = 0
-    for (phase, kind, axes, purpose, dtype), (count, nbytes) in totals(plan).items():
-        rows.add_row(
-            phase,
-            f"{count} {kind}",
-            plan.mesh.over(axes),
-            short_dtype(dtype),
-            purpose,
-            bytes_text(nbytes),
-            f"{nbytes:,}",
-        )
-        number, total = number + count, total + nbytes
-    rows.add_row("both", str(number), "", "", "", bytes_text(total), f"{total:,}", style="bold")
-    return rows
+def _totals(plan: SavedPlan) -> list[Any]:
+    rows: list[str | Sequence[str]] = []
+    phases: set[str] = set()
+    for (phase, kind, axes, purpose, dtype), (number, nbytes) in count(
+        plan.collectives or ()
+    ).items():
+        if phase not in phases:
+            phases.add(phase)
+            rows.append(phase)
+        over = plan.mesh.over(axes)
+        rows.append((f"  {number} {kind}", over, short_dtype(dtype), purpose, f"{nbytes:,}"))
+    heads = ("collectives", "over", "dtype", "for", "bytes sent")
+    total = sum(c.nbytes for c in plan.collectives or ())
+    return [
+        *sections(heads, rows, right=[4]),
+        f"in all {len(plan.collectives or ())} collectives; this rank sends {total:,} bytes, {bytes_text(total)}",
+    ]
 
 
 # ------------------------------------------------------------------ words
@@ -329,6 +328,7 @@ __all__ = [
     "count_text",
     "heading",
     "plan_parts",
+    "sections",
     "shape_text",
     "short_dtype",
     "table",

@@ -69,7 +69,7 @@ def verify(
 
 def _parts(plan: Plan, seconds: float) -> list[Any]:
     nodes = sum(len(gm.graph.nodes) for gm in plan.graphs.values())
-    rows = table("proved", "of", right=["of"], fold="proved")
+    rows = table("proved", "of", right=["of"], fold=["proved"])
     for what, count in [*_gradients(plan), *_collectives(plan), *_outputs(plan)]:
         rows.add_row(what, f"{count:,}")
     return [
