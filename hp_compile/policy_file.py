@@ -152,6 +152,8 @@ def _read_offload(value: object) -> OffloadPolicy:
     kind = table.pop("kind", None)
     if kind not in ("none", "cpu"):
         raise PolicyError(f"offload_policy.kind: expected 'none' or 'cpu', got {kind!r}")
+    if kind == "none" and table:
+        raise PolicyError("offload_policy.pin_memory: only kind 'cpu' has it")
     if kind == "none":
         return OffloadPolicy()
     if not isinstance(table.get("pin_memory", True), bool):

@@ -48,10 +48,10 @@ def _params(diff: PlanDiff, before: SavedPlan, after: SavedPlan) -> list[str]:
     total = max(len(before.params), len(after.params))
     for group in diff.params:
         names = list(group.names)
-        if group.count == total > len(names) > 1:
-            names = ["all"]
         more = f", … {len(names) - _MOST} more" if len(names) > _MOST else ""
         label = f"{group.count} of {total}: " if total > 1 else ""
+        if group.count == total > 1:
+            label, names, more = f"all {total}", [], ""
         lines += textwrap.wrap(
             f"{label}{', '.join(names[:_MOST])}{more}",
             _WIDTH,
