@@ -132,7 +132,7 @@ def _request_in(golden: Path) -> PlanRequest:
         policy=values["policy"],
         rank=values["world_rank"],
         params_only=values["params_only"] or None,
-        root=golden.parent / (match["root"] or "."),
+        root=golden.parent.joinpath(*shlex.split(match["root"] or "")),
         **kept,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -25,7 +25,8 @@ def diff(
         list[str],
         typer.Argument(
             metavar="A [B]",
-            help="Two saved plans (JSON), or a saved plan and a MODEL, or one MODEL with two meshes or two policies.",
+            help="Two saved plans (JSON), a saved plan and a MODEL, a saved plan and another mesh or policy for it, or a "
+            "MODEL with two meshes or two policies.",
             show_default=False,
         ),
     ],
@@ -56,15 +57,18 @@ def diff(
     if len(plans) > 2:
         raise RequestError(f"diff compares two plans, got {len(plans)}: {' '.join(plans)}")
     twice = meshes[0] != meshes[1] or policies[0] != policies[1]
-    if len(plans) == 1 and not twice:
+    changed = (mesh, policy, tp_plan, world_rank, inputs, batch, seq)
+    against_itself = len(plans) == 1 and is_saved_plan(plans[0]) and not twice and any(changed)
+    if len(plans) == 1 and not twice and not against_itself:
         raise RequestError(
             f"diff needs something to compare {plans[0]} with: a second plan, a second --mesh or a second --policy"
         )
     sides = plans * 2 if len(plans) == 1 else plans
+    as_saved = (against_itself, False) if len(plans) == 1 else map(is_saved_plan, plans)
     saved = []
     with progress(quiet) as say:
-        for side, one_mesh, one_policy in zip(sides, meshes, policies, strict=True):
-            if len(plans) == 2 and is_saved_plan(side):
+        for side, load, one_mesh, one_policy in zip(sides, as_saved, meshes, policies, strict=True):
+            if load:
                 saved.append(serial.load(side))
                 continue
             asked = request(
@@ -96,8 +100,13 @@ def make(asked: PlanRequest, say: Report) -> SavedPlan:
         return serial.save(plan, request=asked.values(None))
 
 
-def _pair(flag: str, values: list | None) -> tuple:  # type: ignore[type-arg]
-    values = values or [None]
+_Value = TypeVar("_Value")
+
+
+def _pair(flag: str, values: list[_Value] | None) -> tuple[_Value | None, _Value | None]:
+    """What a flag says for either side."""
+    if not values:
+        return None, None
     if len(values) > 2:
         raise RequestError(f"{flag} is given {len(values)} times; diff compares two plans")
     return values[0], values[-1]

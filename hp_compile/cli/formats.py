@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def command_line(asked: PlanRequest, folder: Path | None) -> str:
     """
     root = str(asked.values(folder).get("root", "."))
     command = asked.command()
-    return command if root == "." else f"cd {root} && {command}"
+    return command if root == "." else f"cd {shlex.quote(root)} && {command}"
 
 
 def write(path: Path, content: str) -> None:

@@ -32,8 +32,18 @@ def example_inputs(model: nn.Module, specs: Sequence[str], batch: int, seq: int 
     Raises:
         RequestError: a text names no inputs, or none are given and the model does not take tokens alone.
     """
-    length = seq if seq is not None else _sequence_length(model)
-    sizes = {"batch": batch, "seq": length}
+    sizes = {"batch": batch, "seq": seq if seq is not None else _sequence_length(model)}
+    args, kwargs = _made(model, specs, sizes)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise RequestError(
+            f"--inputs: {type(model).__name__}.forward does not take them: {error}"
+        ) from error
+    return args, kwargs
+
+
+def _made(model: nn.Module, specs: Sequence[str], sizes: Mapping[str, int]) -> Call:
     if not specs:
         return _tokens(model, sizes)
     if len(specs) == 1 and not _TENSOR.fullmatch(specs[0]) and ":" in specs[0]:

@@ -183,6 +183,9 @@ def test_two_files(tmp_path: Path) -> None:
     assert ran.code == 0
     assert "policy.mp_policy.param_dtype" in ran.out and "bfloat16" in ran.out
     assert hp("diff", *names, "--exit-code").code == 1
+    # a saved plan and another mesh for it
+    ran = hp("diff", names[0], "--mesh", "dp_shard=4")
+    assert ran.code == 0 and "dp_shard=2" in ran.out and "dp_shard=4" in ran.out
 
 
 @pytest.mark.parametrize(

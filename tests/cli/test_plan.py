@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import expecttest
 import pytest
+from rich.console import Console
 
 import hp_compile
 from hp_compile import serial
@@ -201,6 +203,10 @@ MODEL = "tests.models:UnevenMLP"
         ([MODEL, "--mesh", "dp_shard=2", "--inputs", "float3[2]"], "expected package.module:"),
         ([MODEL, "--mesh", "dp_shard=2", "--inputs", "tests.models:LMConfig"], "got LMConfig"),
         ([MODEL, "--mesh", "dp_shard=2", "--inputs", "float32[2,7]"], "cannot capture"),
+        (
+            [MODEL, "--mesh", "dp_shard=2", "--inputs", "y=float32[2,6]"],
+            "does not take them: missing",
+        ),
         ([MODEL, "--mesh", "dp_shard=2", "--policy", "none.toml"], "cannot read the policy"),
         ([MODEL, "--mesh", "dp_shard=2,tp=2", "--tp-plan", "colwise"], "Policy.tp_plan: expected"),
         (["uneven", "--mesh", "dp_shard=2"], "expected package.module:factory"),
@@ -249,3 +255,19 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
         *("--output", str(tmp_path / "no" / "plan.json")),
     )
     assert ran.code == 2 and "No such file" in ran.err
+
+
+def test_progress_is_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("plan", MODEL, "--mesh", "dp_shard=2", "--inputs", "float32[2,6]")
+    assert hp(*words).err == ""
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        "hp_compile.cli.progress.stderr", lambda: Console(file=screen, force_terminal=True)
+    )
+    ran = hp(*words)
+    assert ran.err == "" and ran.out.startswith("$ hp-compile plan")
+    assert "capturing the model" in screen.getvalue() or "passes" in screen.getvalue()
+    assert "done in" in screen.getvalue()
+    screen.truncate(0)
+    assert hp(*words, "--quiet").code == 0
+    assert screen.getvalue() == ""
