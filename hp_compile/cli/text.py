@@ -200,7 +200,7 @@ def _parameters(plan: SavedPlan) -> list[Text]:
     found: list[str | Sequence[str]] = []
     for block, members in rows.items():
         found += ([block] if block else []) + members
-    return sections(("parameter", "dtype", "shape", "placement", "reduction (why)"), found)
+    return sections(("parameter", "dtype", "shape", "placement", "reduction"), found)
 
 
 def _reduction(param: SavedParam) -> str:

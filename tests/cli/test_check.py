@@ -153,7 +153,7 @@ mesh        dp_shard=4      dp_replicate=2, dp_shard=2
 mesh roles  shard=dp_shard  replicate=dp_replicate, shard=dp_shard
 
 Parameters: 9 change
-9 of 9: all
+all 9
   placement  dim 0 over dp_shard(4) -> dim 0 over dp_shard(2)
   reduction  RS -> RS+AR
 

@@ -32,8 +32,8 @@ policy  (defaults)
 inputs  [0]: float32[2, 8]
 
 Parameters: 9, 648 elements, 162 on this rank
-parameter      dtype  shape    placement   reduction (why)
-----------------------------------------------------------
+parameter      dtype  shape    placement   reduction
+----------------------------------------------------
 enter.weight   f32    [8, 8]   R, S(0), R  RS+AR (1)
 enter.bias     f32    [8]      R, S(0), R  RS+AR (1)
 leave.weight   f32    [4, 8]   R, S(0), R  RS+AR (1)
@@ -86,8 +86,8 @@ roles   shard: dp_shard
 policy  (defaults)
 
 Parameters: 8, 191 elements, 59 on this rank
-parameter  dtype  shape    placement  reduction (why)
------------------------------------------------------
+parameter  dtype  shape    placement  reduction
+-----------------------------------------------
 layers.0
   weight   f32    [10, 6]  S(0)       RS (1)
   bias     f32    [10]     S(0)       RS (1)
