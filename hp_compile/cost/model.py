@@ -12,7 +12,7 @@ from torch import fx
 from hp_compile.cost.flops import node_flops
 from hp_compile.cost.hardware import Profile, load_profile
 from hp_compile.cost.liveness import CATEGORIES, Lifetimes, lifetimes
-from hp_compile.cost.replan import layout_like, replan
+from hp_compile.cost.replan import check_sizes, layout_like, replan
 from hp_compile.cost.simulate import Op, Timeline, operations, simulate
 from hp_compile.cost.spread import Spread
 from hp_compile.cost.symbols import InputSymbols, evaluate, padded_elements
@@ -210,8 +210,9 @@ class CostModel:
 
         Raises:
             HPCompileError: a tensor- or expert-parallel dim has another size than the plan.
+            PolicyError: the policy does not fit the mesh.
         """
-        variant = self._variant(sizes or {})
+        variant = self._checked_variant(sizes or {})
         numbers = self._numbers(sizes, inputs)
         found = variant.lifetimes
         nbytes = _values([b.nbytes for b in found.buffers], numbers)
@@ -251,7 +252,7 @@ class CostModel:
         Returns:
             Name and phase of every place, and the bytes there by category.
         """
-        variant = self._variant(sizes or {})
+        variant = self._checked_variant(sizes or {})
         numbers = self._numbers(sizes, inputs)
         found = variant.lifetimes
         nbytes = _values([b.nbytes for b in found.buffers], numbers)
@@ -273,7 +274,7 @@ class CostModel:
             inputs: as for :meth:`at`.
             streams: communication streams, 1 or 2.
         """
-        variant = self._variant(sizes or {})
+        variant = self._checked_variant(sizes or {})
         numbers = self._numbers(sizes, inputs)
         columns = [[getattr(op, c) for op in variant.ops] for c in ("flops", "nbytes", "sent")]
         values = list(zip(*(_values(column, numbers) for column in columns), strict=True))
@@ -289,6 +290,10 @@ class CostModel:
         """The programs with every data dim larger than 1, which have every collective."""
         layout = self.plan.layout
         return self._variant({axis: 2 for axis in layout.batch_dims if axis not in _fixed(layout)})
+
+    def _checked_variant(self, sizes: Mapping[str, int]) -> _Variant:
+        check_sizes(self.plan, sizes)
+        return self._variant(sizes)
 
     def _variant(self, sizes: Mapping[str, int]) -> _Variant:
         layout = layout_like(self.plan.layout, self.plan.policy, sizes)

@@ -94,6 +94,19 @@ def replan(plan: Plan, sizes: Mapping[str, int]) -> Plan:
     return Plan(layout, plan.policy, params, again, plan._signature)
 
 
+def check_sizes(plan: Plan, sizes: Mapping[str, int]) -> None:
+    """Checks that a plan's policy and capture allow a mesh of other sizes.
+
+    Raises:
+        HPCompileError, PolicyError, MeshError: as for :func:`replan`.
+    """
+    layout = layout_like(plan.layout, plan.policy, sizes)
+    _check_model_parallel(plan.layout, layout)
+    cut = next((p for p in plan.params.values() if p.shard_dim is not None), None)
+    if cut is not None:
+        _plan_again(cut, plan, layout)
+
+
 def _check_model_parallel(old: MeshLayout, new: MeshLayout) -> None:
     for role in ("tp", "ep"):
         for axis in getattr(new.roles, role):
@@ -140,4 +153,4 @@ def _cut(old: ParamPlan, layout: MeshLayout) -> dict[str, Any]:
     }
 
 
-__all__ = ["layout_like", "replan"]
+__all__ = ["check_sizes", "layout_like", "replan"]

@@ -1,0 +1,34 @@
+"""FLOPs: as torch's own counter counts a step of the plain model."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from hp_compile.cost import CostModel
+from hp_compile.cost.symbols import evaluate
+from tests.cost.plans import plan_on
+from tests.models import CASES
+
+
+@pytest.mark.parametrize("name", ["uneven", "tiny", "tied", "frozen"])
+def test_equal_to_the_flop_counter(name: str) -> None:
+    case = CASES[name]
+    plain = case.make()
+    inputs, targets = case.batch(0, 0)
+    with FlopCounterMode(display=False) as counter:
+        case.loss(plain(inputs), targets).backward()
+    estimate = CostModel(plan_on((2, 2), name)).at()
+    assert sum(estimate.flops.values()) == counter.get_total_flops() > 0
+
+
+def test_transformer_with_attention() -> None:
+    """By hand: 8 tokens, 2 blocks of width 32 and hidden 48, 4 heads of 8, vocabulary 64."""
+    model = CostModel(plan_on((2, 2), "lm"))
+    linear = 2 * (4 * 32 * 32 + 3 * 32 * 48) * 2 + 2 * 32 * 64
+    attention = 2 * (2 * 2 * 4 * 8 * 8 * 8)
+    a_sample = 8 * linear + attention
+    assert evaluate(model.flops["forward"], {"batch": 5}) == 5 * a_sample
+    assert model.at(inputs={"batch": 5}).flops["forward"] == 5 * a_sample
+    # Two products for each one of forward; attention computes its scores again.
+    assert evaluate(model.flops["backward"], {"batch": 1}) == 8 * 2 * linear + attention * 5 // 2
