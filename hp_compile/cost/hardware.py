@@ -133,10 +133,12 @@ def _profile(table: dict[str, Any], where: str) -> Profile:
         for name in ("intra", "inter"):
             table[name] = Link(**{k: float(v) for k, v in table[name].items()})
         table["flops"] = {str(k): float(v) for k, v in table["flops"].items()}
-        table["flops"]["float32"]  # noqa: B018  every other dtype falls back to it
-        return Profile(**table)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        profile = Profile(**table)
+    except (TypeError, ValueError, AttributeError) as error:
         raise HPCompileError(f"profile {where}: {error}") from error
+    if "float32" not in profile.flops:
+        raise HPCompileError(f"profile {where}: flops needs float32, for dtypes that it lacks")
+    return profile
 
 
 __all__ = ["BUILT_IN", "Link", "Profile", "load_profile"]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from hp_compile.plan import Plan
 from hp_compile.program import Program
-from hyper_parallel.errors import HPCompileError, MeshError
+from hyper_parallel.errors import HPCompileError, MeshError, PolicyError
 from hyper_parallel.mesh import MeshLayout, infer_roles
 from hyper_parallel.plan import ParamPlan, plan_param
 from hyper_parallel.policy import Policy
@@ -102,6 +102,11 @@ def check_sizes(plan: Plan, sizes: Mapping[str, int]) -> None:
     """
     layout = layout_like(plan.layout, plan.policy, sizes)
     _check_model_parallel(plan.layout, layout)
+    inner, ranks = plan.policy.reshard_after_forward, layout.size(layout.roles.shard)
+    if isinstance(inner, int) and not isinstance(inner, bool) and ranks % inner:
+        raise PolicyError(
+            f"Policy.reshard_after_forward: {inner} does not divide the shard axis of {ranks} ranks ({layout.describe()})"
+        )
     cut = next((p for p in plan.params.values() if p.shard_dim is not None), None)
     if cut is not None:
         _plan_again(cut, plan, layout)

@@ -58,7 +58,7 @@ class Op:
     nbytes: sympy.Expr
     dtype: torch.dtype
     comm: Comm | None = None
-    sent: sympy.Expr = sympy.Integer(0)
+    sent: sympy.Expr = sympy.S.Zero
     waits: int = -1
 
 

@@ -117,10 +117,7 @@ class Spread:
             return sizes[source] / int(node.args[1])  # type: ignore[call-overload]
         if node.target is aten.cat.default:
             return sympy.Add(
-                *(
-                    sizes.get(n, self._symbols.elements(n.meta["val"]))
-                    for n in node.all_input_nodes
-                )
+                *(sizes.get(n, self._symbols.elements(n.meta["val"])) for n in node.all_input_nodes)
             )
         if node.target is operator.getitem and source.target in _SPLITS:
             return self._piece(source, int(node.args[1]), params)  # type: ignore[call-overload]
@@ -128,12 +125,12 @@ class Spread:
             self._follow(node, source)
             return sizes[source]
         value, other = node.meta.get("val"), source.meta.get("val")
-        same = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
-        if same and len(sources) == 1 and _same_elements(value, other):
-            if len(node.all_input_nodes) == 1:
-                self._follow(node, source)
-                return sizes[source]
-        return None
+        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return None
+        if len(sources) > 1 or len(node.all_input_nodes) > 1 or not _same_elements(value, other):
+            return None
+        self._follow(node, source)
+        return sizes[source]
 
     def _follow(self, node: fx.Node, source: fx.Node) -> None:
         """A value carries the parameters of the value that it renames, casts or scales."""

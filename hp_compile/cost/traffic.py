@@ -74,10 +74,9 @@ def _describe(
     source = node.args[0]
     assert isinstance(source, fx.Node)
     value: torch.Tensor = source.meta["val"]
-    if comm.purpose in _WEIGHTS_AND_GRADIENTS:
-        elements = input_elements(comm, params)
-    else:  # activations: the data-parallel dims do not change them
-        elements = symbols.elements(value)
+    # The data-parallel dims do not change activations.
+    of_params = comm.purpose in _WEIGHTS_AND_GRADIENTS
+    elements = input_elements(comm, params) if of_params else symbols.elements(value)
     group = sympy.Integer(comm.inner) if comm.inner else group_size(comm.axes)
     return SymbolicCollective(
         kind=comm.kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import Counter
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hp_compile
+from hp_compile.cost import CostModel
 from tests.dist_pool import fake_world
 from tests.models import CASES
 
@@ -21,22 +23,35 @@ NAMES = ("dp_replicate", "dp_shard")
 MESHES = ((2, 4), (1, 7), (4, 1), (3, 8), (1, 1))
 
 
+@functools.cache
 def plan_on(
+    shape: tuple[int, ...], name: str, *, names: tuple[str, ...] = NAMES, **policy: Any
+) -> hp_compile.Plan:
+    """Plan one of `CASES` on a fake mesh, once; without a symbolic batch unless asked for, which is much faster."""
+    case = CASES[name]
+    policy = {"dynamic": False, **policy}
+    return make_plan(case.make(), (case.batch(0, 0)[0],), shape, names=names, **policy)
+
+
+@functools.cache
+def cost_of(shape: tuple[int, ...], name: str, **policy: Any) -> CostModel:
+    """Return the cost model of one of `CASES`, which keeps the programs that it has made."""
+    return CostModel(plan_on(shape, name, **policy))
+
+
+def make_plan(
+    model: nn.Module,
+    args: tuple[torch.Tensor, ...],
     shape: tuple[int, ...],
-    model: nn.Module | str,
-    args: tuple[torch.Tensor, ...] | None = None,
     *,
     names: tuple[str, ...] = NAMES,
     **policy: Any,
 ) -> hp_compile.Plan:
-    """Plan a model, or one of `CASES`, on a fake mesh."""
-    if isinstance(model, str):
-        case = CASES[model]
-        model, args = case.make(), (case.batch(0, 0)[0],)
+    """Plan a model on a fake mesh."""
     with fake_world(math.prod(shape)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names[-len(shape) :])
         options = hp_compile.Policy(**{"backend": "aot_eager", **policy})
-        plan = hp_compile.plan(model, mesh, options, args=args or ())
+        plan = hp_compile.plan(model, mesh, options, args=args)
         plan.collectives  # noqa: B018  the graphs are made now
     return plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,15 +10,14 @@ import sympy
 import torch
 
 import hp_compile
-from hp_compile.cost import CostModel
+from hp_compile.cost import CostModel, replan
 from hp_compile.cost.symbols import evaluate
 from hp_compile.cost.traffic import totals
 from hyper_parallel.errors import HPCompileError, PolicyError
-from tests.cost.plans import MESHES, NAMES, counted, plan_on
+from tests.cost.plans import MESHES, NAMES, cost_of, counted, plan_on
 
 MIXED = hp_compile.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 POLICIES: dict[str, dict[str, Any]] = {
-    "default": {},
     "kept": {"reshard_after_forward": False},
     "precision": {"mp_policy": MIXED, "reshard_after_forward": True},
     "single": {"bucket_mb": 0},
@@ -25,50 +25,61 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_five_meshes_from_one_plan(policy: str) -> None:
-    model = CostModel(plan_on((2, 2), "uneven", **POLICIES[policy]))
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_five_meshes_from_one_plan(shape: tuple[int, int]) -> None:
+    """Each mesh is planned from the start: captured, sharded, bucketed."""
+    model = cost_of((2, 2), "uneven")
+    sizes = dict(zip(NAMES, shape, strict=True))
+    there = counted(plan_on(shape, "uneven"))
     expressions = totals(model.collectives, by=("phase", "kind"))
-    for shape in MESHES:
-        sizes = dict(zip(NAMES, shape, strict=True))
-        mine = {key: evaluate(e, sizes) for key, e in expressions.items()}
-        assert {k: n for k, n in mine.items() if n} == counted(
-            plan_on(shape, "uneven", **POLICIES[policy])
-        ), (policy, shape)
-        sent = model.at(sizes).sent
-        assert sum(sent.values()) == sum(mine.values())
+    values = {key: evaluate(e, sizes) for key, e in expressions.items()}
+    assert {key: value for key, value in values.items() if value} == there
+    assert sum(model.at(sizes).sent.values()) == sum(there.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(policy: str) -> None:
+    """The other meshes' programs are made from the same capture, which `test_replan` compares with a fresh one."""
+    plan = plan_on((2, 2), "uneven", **POLICIES[policy])
+    _compare(plan, MESHES[:3])
 
 
 def test_integer_reshard() -> None:
-    model = CostModel(plan_on((1, 4), "tiny", reshard_after_forward=2))
-    for shape in ((1, 2), (2, 4), (1, 6), (3, 8)):
-        sizes = dict(zip(NAMES, shape, strict=True))
-        theirs = counted(plan_on(shape, "tiny", reshard_after_forward=2))
-        assert sum(model.at(sizes).sent.values()) == sum(theirs.values()), shape
+    model = _compare(plan_on((1, 4), "tiny", reshard_after_forward=2), ((1, 2), (2, 4), (3, 8)))
     with pytest.raises(PolicyError, match="does not divide"):
         model.at({"dp_shard": 3})
 
 
 @pytest.mark.parametrize("case", ["tied", "frozen", "unused", "scalar", "two_biases", "batch_norm"])
 def test_unusual_parameters(case: str) -> None:
-    model = CostModel(plan_on((2, 2), case))
-    shape = (2, 3)
-    assert sum(model.at(dict(zip(NAMES, shape, strict=True))).sent.values()) == sum(
-        counted(plan_on(shape, case)).values()
-    )
+    _compare(plan_on((2, 2), case), ((2, 3),))
+
+
+@pytest.mark.slow
+def test_transformer() -> None:
+    _compare(plan_on((2, 2), "lm", dynamic=None), ((2, 5), (1, 64), (8, 1)))
+
+
+def _compare(plan: hp_compile.Plan, shapes: tuple[tuple[int, int], ...]) -> CostModel:
+    model = CostModel(plan)
+    for shape in shapes:
+        sizes = dict(zip(NAMES, shape, strict=True))
+        theirs: Counter[str] = Counter()
+        for (_, kind), nbytes in counted(replan(plan, sizes)).items():
+            theirs[kind] += nbytes
+        assert {k: n for k, n in model.at(sizes).sent.items() if n} == theirs, shape
+    return model
 
 
 def test_a_plan_without_replicas_knows_replicas() -> None:
     """A dim that the mesh lacks can be added, and a dim of size 1 can grow."""
-    model = CostModel(plan_on((4,), "tiny"))
-    assert sum(model.at({"dp_replicate": 2}).sent.values()) == sum(
-        counted(plan_on((2, 4), "tiny")).values()
-    )
+    plan = plan_on((4,), "tiny")
+    model = _compare(plan, ((2, 4), (3, 1)))
     assert model.at().sent == model.at({"dp_shard": 4}).sent
 
 
 def test_expressions_are_in_the_mesh_dims() -> None:
-    model = CostModel(plan_on((2, 2), "uneven"))
+    model = cost_of((2, 2), "tiny", dynamic=None)
     assert set(model.sent) == {"all_gather", "reduce_scatter", "all_reduce"}
     assert {str(s) for s in model.sent["all_reduce"].free_symbols} == set(NAMES)
     assert model.sent["all_gather"].has(sympy.ceiling)
@@ -76,6 +87,6 @@ def test_expressions_are_in_the_mesh_dims() -> None:
 
 
 def test_a_missing_size_is_an_error() -> None:
-    model = CostModel(plan_on((2, 2), "tiny"))
+    model = cost_of((2, 2), "tiny", dynamic=None)
     with pytest.raises(HPCompileError, match="no size given for dp_replicate"):
         evaluate(model.sent["all_reduce"], {"dp_shard": 2})
