@@ -55,7 +55,7 @@ class Spread:
         """
         elements = self._sizes.get(node)
         if elements is None:
-            shape = tuple(value.shape)
+            shape: tuple[Any, ...] = tuple(value.shape)
             key = tuple(s.node.expr if isinstance(s, torch.SymInt) else s for s in shape)
             elements = self._known.get(key)
             if elements is None:
@@ -65,6 +65,7 @@ class Spread:
     def _read(self, gm: fx.GraphModule, saved: Mapping[int, fx.Node]) -> None:
         params = base.info(gm).params
         sizes, comms = self._sizes, self._comms
+        role: Any
         for node, role in base.inputs(gm):
             if isinstance(role, ParamInput):
                 plan = params[role.fqn]
@@ -114,13 +115,13 @@ class Spread:
             return sizes[source] * group
         if node.target is _SLICE:
             self._follow(node, source)
-            return sizes[source] / int(node.args[1])  # type: ignore[call-overload]
+            return sizes[source] / int(node.args[1])  # type: ignore[arg-type]
         if node.target is aten.cat.default:
             return sympy.Add(
                 *(sizes.get(n, self._symbols.elements(n.meta["val"])) for n in node.all_input_nodes)
             )
         if node.target is operator.getitem and source.target in _SPLITS:
-            return self._piece(source, int(node.args[1]), params)  # type: ignore[call-overload]
+            return self._piece(source, int(node.args[1]), params)  # type: ignore[arg-type]
         if node.target in _SPLITS:
             self._follow(node, source)
             return sizes[source]

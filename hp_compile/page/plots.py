@@ -11,9 +11,9 @@ from typing import Any
 
 from bokeh.embed import components
 from bokeh.layouts import column
-from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, Range1d
+from bokeh.models import ColumnDataSource, HoverTool, Range1d
 from bokeh.plotting import figure
-from bokeh.resources import INLINE
+from bokeh.resources import Resources
 
 from hp_compile.cost import Timeline
 from hp_compile.cost.simulate import COMPUTE
@@ -36,12 +36,13 @@ MEMORY = {
     "gradients": "#54a24b",
     "optimizer": "#79706e",
 }
+UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1.0, "bytes"))
 TOOLS = "xpan,xwheel_zoom,xbox_zoom,reset,save"
 
 
 def resources() -> str:
     """Bokeh's own script, to stand in the page."""
-    return INLINE.render_js()
+    return Resources(mode="inline", components=["bokeh"]).render_js()
 
 
 def plots(
@@ -132,10 +133,12 @@ def _memory(
         data["x"].append(time)
         data["node"].append(f"{places[index][1]}: {places[index][0]}")
         data["total"].append(size(resting + sum(live[kind][index] for kind in kinds)))
-    data["resting"] = [resting for _ in keep]
-    for kind in kinds:
-        data[kind] = [live[kind][index] for index, _ in keep]
     top = resting + max((sum(v[i] for v in live.values()) for i in range(len(places))), default=0)
+    unit, name = next(((u, n) for u, n in UNITS if top >= u), UNITS[-1])
+    data["resting"] = [resting / unit for _ in keep]
+    for kind in kinds:
+        data[kind] = [live[kind][index] / unit for index, _ in keep]
+    top /= unit
     plot = _figure(
         shared, 300, y_range=Range1d(0, top * 1.08 or 1), title="Memory of a rank over the step"
     )
@@ -156,11 +159,13 @@ def _memory(
     )
     tips = [("in memory", "@total"), ("at", "@node")]
     plot.add_tools(HoverTool(renderers=[line], mode="vline", tooltips=tips))
-    if limit < top * 1.08:
-        plot.hspan(y=[limit], color="#e45756", line_dash="dashed", legend_label="device memory")
+    if limit < top * unit * 1.08:
+        plot.hspan(
+            y=[limit / unit], color="#e45756", line_dash="dashed", legend_label="device memory"
+        )
     _legend(plot)
     plot.xaxis.axis_label = "milliseconds, simulated"
-    plot.yaxis.formatter = NumeralTickFormatter(format="0.0 b")
+    plot.yaxis.axis_label = name
     return plot
 
 

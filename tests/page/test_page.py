@@ -34,7 +34,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_one_file_without_network(page: Path) -> None:
     text = page.read_text()
-    assert len(text) < 3_000_000
+    assert len(text) < 2_000_000
     assert not re.search(r"<(script|img|iframe)[^>]+src=", text)
     assert re.findall(r"<link[^>]*>", text) == ['<link rel="icon" href="data:,">']
     assert "@import" not in text and "url(http" not in text
@@ -157,7 +157,7 @@ def test_it_opens_and_draws(browser: Any) -> None:
     bars = browser.execute_script("""return Bokeh.documents[0].roots().length""")
     assert bars == 1
     height = browser.execute_script(
-        "return document.querySelector('#step > div').getBoundingClientRect().height"
+        "return document.querySelector('#step > div > div').getBoundingClientRect().height"
     )
     assert height > 400
 
@@ -209,7 +209,7 @@ def test_it_zooms_both_plots(browser: Any) -> None:
         return plots.map(p => p.x_range.end - p.x_range.start)"""
     before = browser.execute_script(ranges)
     assert before[0] == before[1] > 0
-    drawing = browser.find_element("css selector", "#step > div")
+    drawing = browser.find_element("css selector", "#step > div > div")
     origin = ScrollOrigin.from_element(drawing, 0, 60)
     ActionChains(browser).scroll_from_origin(origin, 0, -600).perform()
     _wait(
