@@ -119,6 +119,8 @@ def _merge(gm: fx.GraphModule, members: list[fx.Node]) -> None:
         unit="+".join(units),
     )
     sources, before = _peel_sources([node.args[0] for node in members])  # type: ignore[misc]
+    if gathers:
+        _prepare_early(sources, min(members))
     results, after = (waits, []) if gathers else _peel_results(waits)
     with graph.inserting_before(min(members) if gathers else max(results).next):
 
@@ -142,6 +144,23 @@ def _merge(gm: fx.GraphModule, members: list[fx.Node]) -> None:
         graph.erase_node(wait)
     for node in members:
         graph.erase_node(node)
+
+
+def _prepare_early(sources: list[fx.Node], first: fx.Node) -> None:
+    """Moves casts of shards in front of the first member of their bucket.
+
+    They stand where their own weight is used. A bucket of the first and the last weight of a model would otherwise be sorted
+    behind the last cast, and so behind the gathers of everything in between.
+    """
+    for source in sources:
+        chain: list[fx.Node] = []
+        node = source
+        while node.op == "call_function" and node > first and len(node.all_input_nodes) == 1:
+            chain.append(node)
+            node = node.all_input_nodes[0]
+        if node.op == "placeholder" or node < first:
+            for late in reversed(chain):
+                first.prepend(late)
 
 
 def _wait_of(node: fx.Node) -> fx.Node:

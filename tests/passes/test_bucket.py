@@ -6,9 +6,12 @@ from collections import Counter
 
 import torch
 from torch import fx
+from torch.distributed.device_mesh import init_device_mesh
 
 import hp_compile
 from passes.base import REDUCE, WAIT, collectives
+from tests.dist_pool import fake_world
+from tests.models import TinyBlocks
 from tests.passes.programs import plan_blocks
 
 aten = torch.ops.aten
@@ -77,3 +80,21 @@ def test_an_all_reduce_of_several_buffers_joins_whole_buffers() -> None:
     for node, _ in collectives(backward):
         if node.target is REDUCE and node.args[0].target is aten.cat.default:
             assert all(n.args[0].target is WAIT or n.target is WAIT for n in node.args[0].args[0])
+
+
+def test_a_late_cast_does_not_hold_up_its_bucket() -> None:
+    """The root's bucket holds the first and the last weight; the cast of the last one stands at the end of forward."""
+    order = {}
+    for dtype in (None, torch.bfloat16):
+        with fake_world(2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+            policy = hp_compile.Policy(
+                backend="aot_eager",
+                dynamic=False,
+                mp_policy=hp_compile.MixedPrecisionPolicy(param_dtype=dtype),
+            )
+            plan = hp_compile.plan(TinyBlocks(), mesh, policy, args=(torch.zeros(2, 8),))
+            order[dtype] = [c.params[0] for c in plan.collectives if c.phase == "forward"]
+            plan.verify()
+    assert order[None] == ["enter.weight", "blocks.0.up.weight", "blocks.1.up.weight"]
+    assert order[torch.bfloat16] == order[None]
