@@ -11,6 +11,7 @@ bound. The loss, where it is outside the model, is not in the programs and not i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,7 +124,7 @@ def operations(
                 starts[node] = len(found)
                 comm = node.meta["comm"]
                 found.append(Op(**_common(node, phase), comm=comm, sent=next(remaining).nbytes))
-            elif renames(node) is None and _tensors(node):
+            elif node.target is not operator.getitem and renames(node) is None and _tensors(node):
                 traffic = [(n, v) for n in (node, *node.all_input_nodes) for v in _tensors(n)]
                 common = {
                     **_common(node, phase),
