@@ -2,6 +2,7 @@
 
     python benchmarks/cost.py                     # prints both tables
     python benchmarks/cost.py --write docs/cost.md    # and puts them into the page
+    python benchmarks/cost.py --gloo              # also measures two processes on gloo
 
 Peak memory is what PyTorch's CPU allocator hands out in one training step above what was there before it, as the profiler
 sees it. Ranks run on a process group that moves no data, or on gloo.
@@ -63,8 +64,8 @@ RUNS = (
     Run((1, 2), policy={"reshard_after_forward": False}),
     Run((1, 2), policy={"bucket_mb": 0}),
     Run((1, 2), policy={"backend": "inductor"}),
-    Run((1, 2), "gloo"),
 )
+GLOO = Run((1, 2), "gloo")
 
 
 def policy_of(run: Run) -> hp_compile.Policy:
@@ -195,8 +196,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", type=Path, help="put the tables into this page")
     parser.add_argument("--runs", type=int, default=len(RUNS), help="measure only the first ones")
+    parser.add_argument("--gloo", action="store_true", help="also two processes on gloo")
     options = parser.parse_args()
-    tables = {"bytes": bytes_table(), "memory": memory_table(RUNS[: options.runs])}
+    runs = [*RUNS[: options.runs], *([GLOO] if options.gloo else [])]
+    tables = {"bytes": bytes_table(), "memory": memory_table(runs)}
     if options.write:
         for name, lines in tables.items():
             replace(options.write, name, lines)

@@ -6,6 +6,8 @@ backward --reduce_grads, bucket, overlap--> lowered
 
 Every program is proved (``passes.verify``) before it is lowered. The environment variable ``HP_COMPILE_VERIFY`` changes
 that: ``0`` proves nothing, ``1`` (the default) what is lowered, ``each`` also the result of every single pass.
+
+With ``TORCH_TRACE=folder`` the program after every pass is an artifact of torch's structured trace; ``tlparse`` shows it.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import fx
 
 import passes
+from hp_compile.dump import graph_text
 from hyper_parallel.errors import PolicyError, VerificationError
 from hyper_parallel.policy import Policy
 from hyper_parallel.torch_compat import graph as compat
+from hyper_parallel.torch_compat.tracing import trace_artifact
 from passes.base import info
 from passes.verify import verify_programs, verify_stage
 
@@ -102,7 +107,7 @@ class PassTable:
 
     def __call__(self, report: StepReport) -> None:
         """Adds one report."""
-        stage = info(report.program).stage if "program" in report.program.meta else ""
+        stage = _stage(report.program)
         row = self._rows.setdefault((report.name, stage), PassRow(report.name, stage))
         row.runs += 1
         row.seconds += report.seconds
@@ -157,9 +162,14 @@ def _timed(step: Step, gm: fx.GraphModule) -> Any:
         report = StepReport(step.name, seconds / len(programs), len(program.graph.nodes), program)
         for observer in list(_observers):
             observer(report)
+        trace_artifact(f"hp_compile_{_stage(program)}_{step.name}", partial(graph_text, program))
         if verification() == "each":
             verify_stage(program)
     return result
+
+
+def _stage(program: fx.GraphModule) -> str:
+    return info(program).stage if "program" in program.meta else ""
 
 
 def verification() -> str:

@@ -44,13 +44,15 @@ def run(*command: str, cwd: Path, timeout: float = 800) -> str:
 
 @pytest.fixture(scope="module")
 def readme_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The two scripts of the README, saved under the names that it gives them."""
+    """The two scripts of the README, saved under the names that it gives them, and what it adds to the second."""
     folder = tmp_path_factory.mktemp("readme")
     text = README.read_text("utf-8")
     names = re.findall(r"Save this as `(\w+\.py)`", text)
     codes = blocks(README, "python")
-    assert names == ["quickstart.py", "show_plan.py"] and len(codes) == 2
-    for name, code in zip(names, codes, strict=True):
+    assert names == ["quickstart.py", "show_plan.py"] and len(codes) == 3
+    assert "These lines continue `show_plan.py`" in text
+    codes[2] = codes[1] + codes[2]
+    for name, code in zip([*names, "price_plan.py"], codes, strict=True):
         (folder / name).write_text(code, "utf-8")
     return folder
 
@@ -73,6 +75,14 @@ def test_dump_in_readme_is_current(readme_scripts: Path) -> None:
         README.write_text(text.replace(f"```text\n{printed}```", f"```text\n{output}```"), "utf-8")
         return
     assert printed == output, "run the test with EXPECTTEST_ACCEPT=1 and read the difference"
+
+
+def test_prices_in_readme_are_printed(readme_scripts: Path) -> None:
+    pytest.importorskip("bokeh", reason="the extra `page` is not installed")
+    output = run("price_plan.py", cwd=readme_scripts)
+    assert "(dp_shard - 1)" in output and "step ms" in output
+    page = readme_scripts / "plan.html"
+    assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.slow

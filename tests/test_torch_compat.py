@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import torch
 from torch import nn
 
 from hyper_parallel import torch_compat
-from hyper_parallel.torch_compat import graph
+from hyper_parallel.torch_compat import graph, tracing
 from tests.test_layering import dotted, imported_names, is_private
 
 FOLDER = Path(torch_compat.__file__).parent
@@ -115,3 +119,44 @@ def test_writes_are_found_through_views() -> None:
     assert written == ["c_kept"]
     assert graph.is_higher_order(torch.ops.higher_order.cond)
     assert not graph.is_higher_order(torch.ops.aten.add.Tensor)
+
+
+PLAN_WITH_TRACE = """
+import torch
+from tests.passes.programs import plan_blocks
+plan_blocks((2,), count=1)
+"""
+
+
+def test_the_program_after_every_pass_is_in_the_structured_trace(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": str(root)}
+    subprocess.run([sys.executable, "-c", PLAN_WITH_TRACE], check=True, cwd=root, env=environment)
+    (log,) = tmp_path.glob("*.log")
+    text = log.read_text()
+    named = re.findall(r'"name": "(hp_compile_\w+)"', text)
+    assert named == [
+        "hp_compile_captured_annotate",
+        "hp_compile_captured_cleanup",
+        "hp_compile_sharded_unshard",
+        "hp_compile_forward_partition",
+        "hp_compile_backward_partition",
+        "hp_compile_forward_bucket",
+        "hp_compile_forward_overlap",
+        "hp_compile_backward_reduce_grads",
+        "hp_compile_backward_bucket",
+        "hp_compile_backward_overlap",
+    ]
+    assert "# reduce_grad over dp_shard" in text
+
+
+def test_no_text_is_made_without_a_trace() -> None:
+    def refuse() -> str:
+        raise AssertionError("nobody reads it")
+
+    handlers = tracing.trace_structured.__globals__["trace_log"].handlers
+    kept, handlers[:] = list(handlers), []
+    try:
+        tracing.trace_artifact("unread", refuse)
+    finally:
+        handlers[:] = kept

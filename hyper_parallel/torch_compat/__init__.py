@@ -46,6 +46,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "torch._inductor.config": (),
     "torch._inductor.decomposition.select_decomp_table": (),
     "torch._inductor.utils.BoxedBool": (),
+    "torch._logging.trace_structured": ("metadata_fn", "payload_fn", "expect_trace_id"),
     "torch._ops.HigherOrderOperator": (),
     "torch._subclasses.fake_tensor.FakeTensor": (),
     "torch._subclasses.fake_tensor.FakeTensorMode": ("shape_env", "allow_non_fake_inputs"),

@@ -26,13 +26,13 @@ class WithLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = TransformerLM(LMConfig(dim=64, hidden=128, blocks=3, vocab=128))
+        self.net = TransformerLM(LMConfig(dim=64, hidden=128, blocks=2, vocab=128))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return lm_loss(self.net(tokens), targets)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_measured_peak(reshard: bool, tmp_path: Path) -> None:
     """A step's measured peak: within a tenth, and never below by more than the loss itself."""
     batch = lm_batch(0, 0, size=4, length=16, vocab=128)
@@ -56,7 +56,7 @@ def test_measured_peak(reshard: bool, tmp_path: Path) -> None:
     assert 0.999 * measured <= estimated <= 1.1 * measured
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("shape", MESHES[:3], ids=str)
 def test_expressions_agree_with_a_walk_over_the_programs_of_that_mesh(
     shape: tuple[int, int],
 ) -> None:
