@@ -11,7 +11,10 @@ from tests.cost.plans import cost_of, plan_on
 from tests.models import CASES
 
 
-@pytest.mark.parametrize("name", ["uneven", "tiny", "tied", "frozen"])
+@pytest.mark.parametrize(
+    "name",
+    ["uneven", "frozen", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tiny", "tied"))],
+)
 def test_equal_to_the_flop_counter(name: str) -> None:
     case = CASES[name]
     plain = case.make()

@@ -37,7 +37,10 @@ def test_five_meshes_from_one_plan(shape: tuple[int, int]) -> None:
     assert sum(model.at(sizes).sent.values()) == sum(there.values())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    ["precision", "small", *(pytest.param(p, marks=pytest.mark.slow) for p in ("kept", "single"))],
+)
 def test_policies(policy: str) -> None:
     """The other meshes' programs are made from the same capture, which `test_replan` compares with a fresh one."""
     plan = plan_on((2, 2), "uneven", **POLICIES[policy])
