@@ -21,6 +21,7 @@ from hyper_parallel.errors import HPCompileError, MeshError, PolicyError
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan, plan_params
 from hyper_parallel.policy import Policy
+from hyper_parallel.tensor_parallel import resolve_tp_plan
 from passes.verify import verify_against
 
 
@@ -57,12 +58,13 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: Policy | None = None) -> n
     board = Board(layout)
     original = type(model)
     try:
-        plans = plan_params(model, layout, policy)
+        tp = resolve_tp_plan(model, policy.tp_plan, layout)
+        plans = plan_params(model, layout, policy, mp=tp.by_axis if tp else None)
         units = resolve_units(model, policy.units)
         home = Home.of(_device(mesh), policy.offload_policy)
         check.check_parameters(model, plans, home.device)
         extend_class(model)
-        convert.make_groups(mesh, layout, policy, plans, board)
+        convert.make_groups(mesh, layout, policy, plans, board, tp)
         states = convert.convert_parameters(model, mesh, layout, plans, home)
     except BaseException as error:
         model.__class__ = original
@@ -70,7 +72,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: Policy | None = None) -> n
         board.post_failure("program", error)
         raise
     runtime = Runtime(
-        model, original, mesh, layout, policy, plans, units, states, home.device, board
+        model, original, mesh, layout, policy, plans, units, states, home.device, board, tp
     )
     model._hp_runtime = runtime  # type: ignore[assignment]
     loading.attach(model, states)
@@ -112,13 +114,17 @@ def plan(
     original = type(model) if runtime is None else runtime.original_class
     if runtime is not None and (layout, policy) != (runtime.layout, runtime.policy):
         # Shapes are those of the plain model, so a sharded one can be planned for another mesh too.
-        plans: Mapping[str, ParamPlan] = plan_params(model, layout, policy, mp={})
+        tp = resolve_tp_plan(model, policy.tp_plan, layout)
+        plans: Mapping[str, ParamPlan] = plan_params(
+            model, layout, policy, mp=tp.by_axis if tp else {}
+        )
         runtime = None
     elif runtime is not None:
-        plans = runtime.current_plans()
+        tp, plans = runtime.tensor_parallel, runtime.current_plans()
     else:
         check.check_module(model)
-        plans = plan_params(model, layout, policy)
+        tp = resolve_tp_plan(model, policy.tp_plan, layout)
+        plans = plan_params(model, layout, policy, mp=tp.by_axis if tp else None)
     units = resolve_units(model, policy.units)
     if not args and not kwargs:
         return Plan(layout, policy, plans, None, None)
@@ -128,7 +134,7 @@ def plan(
         # The model's own program, which its first call then finds instead of capturing again.
         with torch.inference_mode(False), torch.set_grad_enabled(trains):
             own = runtime.program(signature, tensors)
-        return Plan(layout, policy, plans, own, signature)
+        return Plan(layout, policy, own.params, own, signature)
     program = build.build_program(
         model,
         signature,
@@ -141,8 +147,9 @@ def plan(
         reshard=build.reshard_map(policy, units),
         device=torch.device(mesh.device_type),
         grad=trains,
+        tensor_parallel=tp,
     )
-    return Plan(layout, policy, plans, program, signature)
+    return Plan(layout, policy, program.params, program, signature)
 
 
 def verify(graph_module: fx.GraphModule, plan: Plan) -> None:
@@ -176,12 +183,11 @@ def _checked(model: object, mesh: object, policy: object) -> Policy:
         raise PolicyError(
             f"policy: expected an hp_compile.Policy, got {type(policy).__name__} {policy!r}"
         )
-    for name in ("tp_plan", "ep_plan"):
-        if getattr(policy, name) is not None:
-            raise PolicyError(
-                f"Policy.{name}: the tensor- and expert-parallel passes are not part of this version; leave it None (a tp or "
-                "ep dim then holds equal copies), and nothing is silently left out"
-            )
+    if policy.ep_plan is not None:
+        raise PolicyError(
+            "Policy.ep_plan: the expert-parallel pass is not part of this version; leave it None (an ep dim then holds equal "
+            "copies), and nothing is silently left out"
+        )
     return policy
 
 

@@ -13,6 +13,7 @@ from hp_compile import pipeline
 from hp_compile.capture import Captured, capture
 from hp_compile.check import check_call
 from hp_compile.explain import Refusal
+from hp_compile.parallel import parallel_forward, with_partial_gradients
 from hp_compile.lower import Lowered, decompositions, lower
 from hp_compile.program import Program, Reduction, sizes_of
 from hp_compile.signature import Signature, TensorSpec
@@ -21,6 +22,7 @@ from hyper_parallel.errors import CaptureError
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
+from hyper_parallel.tensor_parallel import TensorParallelPlan
 from hyper_parallel.torch_compat import graph as compat
 from passes.base import (
     GradInput,
@@ -67,6 +69,7 @@ def build_program(
     grad: bool,
     all_dims: bool = False,
     gathered: bool = True,
+    tensor_parallel: TensorParallelPlan | None = None,
 ) -> Program:
     """Captures and annotates one program; passes and code generation follow lazily.
 
@@ -84,6 +87,7 @@ def build_program(
         grad: with a backward.
         all_dims: every dim of every input is dynamic, not only the batch dim.
         gathered: gathers are in the graph.
+        tensor_parallel: the tensor-parallel plan, if there is one.
 
     Raises:
         CaptureError: the forward cannot be captured.
@@ -99,12 +103,13 @@ def build_program(
         grad=grad,
         decompositions=decompositions(policy.backend),
         ignored=frozenset(id(by_name[fqn]) for fqn, plan in plans.items() if plan.ignored),
+        parallel=parallel_forward(tensor_parallel, plans, layout),
     )
     with compat.fast_tracing():
         captured = _capture(module, signature, tensors, policy.dynamic, all_dims, options)
     steps = pipeline.capture_steps(
         layout=layout,
-        params=plans,
+        params=with_partial_gradients(plans, layout, tensor_parallel, captured.partial),
         units=units.of,
         unit_order=units.order,
         updates=captured.updates,

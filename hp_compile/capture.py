@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,14 @@ from hp_compile.twin import fake_twin
 from hyper_parallel.torch_compat import graph as compat
 from hyper_parallel.torch_compat.graph import pytree
 from passes.base import source_line
+from passes.tensor_parallel import Gathered, Layout, Parallelised
 
 log = logging.getLogger("hp_compile")
 
 _ROOT = "module"
+
+#: ``parallel(forward, fake_mode)``.
+ParallelForward = Callable[[fx.GraphModule, Any], Parallelised]
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,9 @@ class Captured:
         constants: tensors that the forward created or held outside parameters and buffers, by buffer name.
         tied: alias FQN to the first FQN of the same parameter.
         updates: flat outputs that are the new value of a buffer that forward replaced.
+        partial: parameters whose gradients are terms of a sum over the tensor-parallel ranks.
+        gathered: values that were gathered for operators without a tensor-parallel rule.
+        output_layouts: tensor-parallel layout of every flat output; empty when all are whole.
     """
 
     gm: fx.GraphModule
@@ -107,6 +114,9 @@ class Captured:
     constants: dict[str, torch.Tensor]
     tied: Mapping[str, str]
     updates: Mapping[int, str] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    gathered: tuple[Gathered, ...] = ()
+    output_layouts: tuple[Layout, ...] = ()
 
 
 @dataclass
@@ -231,6 +241,7 @@ def capture(
     dynamic: Sequence[frozenset[int]],
     decompositions: Mapping[Any, Any],
     ignored: frozenset[int] = frozenset(),
+    parallel: ParallelForward | None = None,
     reuse: bool = True,
 ) -> Captured:
     """Captures one program.
@@ -247,6 +258,7 @@ def capture(
         dynamic: for every tensor input, the dims whose size stays symbolic.
         decompositions: operator decompositions for the trace.
         ignored: ids of ignored parameters.
+        parallel: turns the forward of one device into that of one rank, before it is differentiated.
         reuse: trace equal units once (see ``hp_compile.repeat``); the graph is the same without.
 
     Raises:
@@ -282,6 +294,11 @@ def capture(
         for v, t in zip(values, tensors, strict=True)
     ]
     export_mode = next((v.fake_mode for v in values if compat.is_fake(v)), mode)
+    parallelised = None
+    if parallel is not None:
+        parallelised = parallel(forward, export_mode)
+        forward = parallelised.forward
+        forward.recompile()
     with explained(twin), torch.set_grad_enabled(grad):
         repeated = [f"{_ROOT}.{fqn}" for fqn in unit_modules if fqn]
         gm = joint_trace(forward, values, export_mode, decompositions, repeated, reuse=reuse)
@@ -297,6 +314,9 @@ def capture(
         constants=_constants(forward, twin),
         tied=tied,
         updates=outputs.updates,
+        partial=frozenset(n.removeprefix(f"{_ROOT}.") for n in parallelised.partial) if parallelised else frozenset(),
+        gathered=parallelised.gathered if parallelised else (),
+        output_layouts=parallelised.outputs if parallelised else (),
     )
 
 

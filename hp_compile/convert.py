@@ -18,6 +18,7 @@ from hyper_parallel.groups import get_group_info, get_inner_group_info
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
+from hyper_parallel.tensor_parallel import TensorParallelPlan
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def make_groups(
     policy: Policy,
     plans: Mapping[str, ParamPlan],
     board: Board,
+    tensor_parallel: TensorParallelPlan | None = None,
 ) -> None:
     """Creates the process groups that the plans use, in one order on all ranks.
 
@@ -49,11 +51,14 @@ def make_groups(
         policy: the policy.
         plans: plan of every parameter.
         board: where the ranks of this model compare notes.
+        tensor_parallel: the tensor-parallel plan, if there is one.
 
     Raises:
         VerificationError: ranks want different groups.
     """
     wanted = _wanted_groups(layout, policy, plans)
+    if tensor_parallel is not None:
+        wanted.append(_Wanted((tensor_parallel.axis,)))
     lines = [*program_facts(layout, policy, None, params={}), *(f"group over {g}" for g in wanted)]
     board.post("groups", lines)
     if any(w.inner > 1 or sum(layout.size(a) > 1 for a in w.axes) > 1 for w in wanted):

@@ -18,6 +18,7 @@ from hp_compile import pipeline
 from hp_compile.capture import Captured
 from hp_compile.lower import Lowered, lower
 from hp_compile.signature import Signature
+from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
 from hyper_parallel.torch_compat import graph as compat
 from passes.base import (
@@ -26,6 +27,7 @@ from passes.base import (
     TangentInput,
     UserInput,
     UserOutput,
+    info,
     inputs,
     outputs,
 )
@@ -80,6 +82,11 @@ class Program:
     _backward: dict[Reduction, fx.GraphModule] = field(default_factory=dict)
     _plain: dict[Any, Lowered] = field(default_factory=dict)
     _accepted: dict[Sizes, bool] = field(default_factory=dict)
+
+    @property
+    def params(self) -> Mapping[str, ParamPlan]:
+        """Plan of every parameter, with what capture found out about its gradient."""
+        return info(self.captured.gm).params
 
     @property
     def trains(self) -> bool:

@@ -28,6 +28,7 @@ from hyper_parallel.fully_shard import HSDPParam
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from hyper_parallel.policy import Policy
+from hyper_parallel.tensor_parallel import TensorParallelPlan
 from hyper_parallel.torch_compat.distributed import versions
 from passes.base import (
     BufferInput,
@@ -73,6 +74,7 @@ class Runtime:
         states: runtime state of every parameter, in registration order.
         device: device of this rank on the mesh.
         board: where the ranks of this model compare notes.
+        tensor_parallel: the tensor-parallel plan, if there is one.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Runtime:
         states: Mapping[str, ParamState],
         device: torch.device,
         board: Board,
+        tensor_parallel: TensorParallelPlan | None = None,
     ) -> None:
         self.module = module
         self.original_class = original_class
@@ -97,6 +100,7 @@ class Runtime:
         self.units = units
         self.states = states
         self.device = device
+        self.tensor_parallel = tensor_parallel
         self.flags = Flags(reshard=build.reshard_map(policy, units), reduce_op=policy.reduce_op)
         self._cache = ProgramCache()
         self.unsharded: dict[str, torch.Tensor] | None = None
@@ -175,6 +179,7 @@ class Runtime:
                 grad=grad,
                 all_dims=all_dims,
                 gathered=self.unsharded is None,
+                tensor_parallel=self.tensor_parallel,
             )
 
         state = module_state(self._watch.modules)

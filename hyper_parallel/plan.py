@@ -47,6 +47,7 @@ __all__ = [
     "plan_params",
     "replan_param",
     "resolve_enable_param_shard",
+    "with_sum_axes",
 ]
 
 
@@ -260,23 +261,47 @@ def replan_param(
     """
     if plan.ignored:
         return replace(plan, requires_grad=requires_grad, dtype=dtype)
-    placed = zip(layout.dim_names, plan.unsharded_placements, strict=True)
-    return replace(
-        plan,
-        requires_grad=requires_grad,
-        dtype=dtype,
-        reduction=_reduction(plan.shard_size, plan.dp_size) if requires_grad else "none",
-        reason=explain_plan(
-            layout,
-            model_parallel={axis: p for axis, p in placed if not p.is_replicate()},
-            shard_axes=plan.shard_axes,
-            replica_axes=plan.replica_axes,
-            sum_axes=plan.sum_axes,
-            shard_dim=plan.shard_dim,
-            whole=plan.whole,
-            requires_grad=requires_grad,
-        ),
+    reduction = _reduction(plan.shard_size, plan.dp_size) if requires_grad else "none"
+    return _explained(
+        replace(plan, requires_grad=requires_grad, dtype=dtype, reduction=reduction), layout
     )
+
+
+def with_sum_axes(plan: ParamPlan, layout: MeshLayout, sum_axes: Sequence[str]) -> ParamPlan:
+    """Returns the plan of a parameter whose gradient is a term of a sum over mesh dims.
+
+    Args:
+        plan: What :func:`plan_param` said about it.
+        layout: The mesh of the plan.
+        sum_axes: tp or ep dims that neither cut it nor split the batch.
+
+    Raises:
+        PlacementError: A dim that cannot leave a partial sum.
+    """
+    if plan.ignored or not plan.requires_grad:
+        return plan
+    placed = zip(layout.dim_names, plan.unsharded_placements, strict=True)
+    taken = {axis for axis, p in placed if not p.is_replicate()}
+    taken |= {*plan.shard_axes, *plan.replica_axes}
+    return _explained(
+        replace(plan, sum_axes=_check_sum_axes(plan.fqn, layout, sum_axes, taken)), layout
+    )
+
+
+def _explained(plan: ParamPlan, layout: MeshLayout) -> ParamPlan:
+    """The plan with the reason that its fields give."""
+    placed = zip(layout.dim_names, plan.unsharded_placements, strict=True)
+    reason = explain_plan(
+        layout,
+        model_parallel={axis: p for axis, p in placed if not p.is_replicate()},
+        shard_axes=plan.shard_axes,
+        replica_axes=plan.replica_axes,
+        sum_axes=plan.sum_axes,
+        shard_dim=plan.shard_dim,
+        whole=plan.whole,
+        requires_grad=plan.requires_grad,
+    )
+    return replace(plan, reason=reason)
 
 
 def plan_params(

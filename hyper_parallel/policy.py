@@ -19,6 +19,7 @@ from torch.distributed.tensor import Placement
 
 from hyper_parallel.errors import MeshError, PolicyError
 from hyper_parallel.mesh import ROLE_NAMES, MeshRoles
+from hyper_parallel.tensor_parallel import style_of
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -315,9 +316,13 @@ def _frozen_plan(name: str, plan: object) -> FrozenMapping | str | None:
         return plan  # type: ignore[return-value]
     if not isinstance(plan, Mapping):
         raise _wrong(name, plan, "a mapping from module FQN globs to styles, 'auto' or None")
-    for pattern, style in plan.items():
+    for pattern in plan:
         if not isinstance(pattern, str) or not pattern:
             raise _wrong(name, pattern, "FQN globs as keys")
+    if name == "tp_plan":  # strings stay as they were given; objects become values that can be compared
+        styles = {pattern: style_of(pattern, style) for pattern, style in plan.items()}
+        plan = {p: s if isinstance(s, str) else styles[p] for p, s in plan.items()}
+    for pattern, style in plan.items():
         try:
             hash(style)
         except TypeError:

@@ -15,8 +15,10 @@ from hyper_parallel.errors import CaptureError
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan
 from passes.base import (
+    COLLECTIVES,
     BufferInput,
     BufferUpdate,
+    Comm,
     InputGrad,
     InputRole,
     InputUpdate,
@@ -28,7 +30,9 @@ from passes.base import (
     TangentInput,
     UserInput,
     UserOutput,
+    axes_of_group,
     finish,
+    is_collective,
     output_node,
     set_info,
 )
@@ -66,6 +70,7 @@ def annotate(
             node.meta["role"] = role
             if isinstance(role, ParamInput):
                 dtypes[role.fqn] = node.meta["val"].dtype
+    _describe_collectives(gm, layout)
     out = output_node(gm)
     roles: list[OutputRole] = []
     flat = list(out.args[0])  # type: ignore[arg-type]
@@ -83,6 +88,22 @@ def annotate(
         compute_dtypes=dtypes,
     )
     return record(finish(set_info(gm, program), "annotate"))
+
+
+def _describe_collectives(gm: fx.GraphModule, layout: MeshLayout) -> None:
+    """Gives the collectives of the model's own computation (tp, ep, cp) their Comm, read from the alias of their group."""
+    for node in gm.graph.nodes:
+        if not is_collective(node):
+            continue
+        axes = axes_of_group(node.args[-1], layout)
+        if axes is None:
+            raise CaptureError(
+                f"forward runs the collective {node.target} itself; capture is single-device: leave communication to the "
+                "policy"
+            )
+        roles = {role for axis in axes for role in layout.roles.of(axis)}
+        purpose = next((p for p in ("ep", "tp", "cp") if p in roles), "tp")
+        node.meta["comm"] = Comm(COLLECTIVES[node.target], axes, purpose)
 
 
 def _input_role(desc: Any, prefix: str) -> InputRole:

@@ -340,6 +340,16 @@ VIEWS = frozenset(
 )
 
 
+def axes_of_group(name: object, layout: MeshLayout) -> tuple[str, ...] | None:
+    """Mesh dims of a group alias; None for a text that is no alias of this mesh. A suffix ``/n`` is not looked at."""
+    if not isinstance(name, str) or not name.startswith("hp:"):
+        return None
+    alias = name.partition("/")[0]
+    axes = tuple(alias.split(":")[1].split("."))
+    known = set(axes) <= set(layout.dim_names) and alias == layout.group_name(axes)
+    return axes if known else None
+
+
 def is_collective(node: fx.Node) -> bool:
     """True for the start of a functional collective (not for its wait)."""
     return node.op == "call_function" and node.target in COLLECTIVES

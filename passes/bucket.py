@@ -49,7 +49,6 @@ from passes.base import (
 )
 
 _MIB = 1 << 20
-_MERGED_PURPOSES = frozenset({"unshard", "reduce_grad", "replicate_grad"})
 
 
 def bucket(gm: fx.GraphModule, *, bucket_mb: float | None = None) -> fx.GraphModule:
@@ -83,7 +82,7 @@ def _buckets(gm: fx.GraphModule, bucket_mb: float | None) -> Iterator[list[fx.No
     position = {fqn: i for i, fqn in enumerate(program.params)}
     by_key: dict[tuple[Any, ...], dict[str, list[fx.Node]]] = {}
     for node, comm in collectives(gm):
-        if comm.purpose in _MERGED_PURPOSES:
+        if comm.params:  # not a collective of the model's own computation
             source = node.args[0]
             key = _key(node, comm, source)  # type: ignore[arg-type]
             by_key.setdefault(key, {}).setdefault(comm.unit, []).append(node)

@@ -13,6 +13,9 @@ exactly once. Only the output edge is rewired; other users of a gradient node se
                                     o = convert(m, ...)                      to the parameter's dtype
                                     return o
 
+A gradient that is a term of a sum over a tensor-parallel dim (``ParamPlan.sum_axes``) is summed over it first, in every
+variant: what is accumulated over micro-batches is the gradient of one device.
+
 Sums are plain sums followed by one scale: that is right on every backend (gloo has no AVG), and bitwise what FSDP2's
 AVG gives on gloo. Reducing in fp16 divides before and after, by factors whose product is the whole, against overflow.
 A gradient that is reduced in a wider dtype than it is stored in leaves in that dtype: the runtime adds micro-batches up
@@ -155,10 +158,13 @@ def _reduce_one(
         value = pack(add, grad, plan) if scatters else grad
         if value.meta["val"].dtype != wire:
             value = add(convert, value, wire)
+        if variant not in ("none", "replicate") and scale.pre != 1.0:
+            value = add(aten.div.Tensor, value, scale.pre)
+        if layout.size(plan.sum_axes) > 1 and not isinstance(grad.meta.get("role"), GradInput):
+            comm = Comm("all_reduce", plan.sum_axes, "tp", (plan.fqn,), unit)
+            value = add(WAIT, add(REDUCE, value, "sum", layout.group_name(plan.sum_axes), comm=comm))
         if variant == "none":
             return value
-        if variant != "replicate" and scale.pre != 1.0:
-            value = add(aten.div.Tensor, value, scale.pre)
         if scatters:
             comm = Comm("reduce_scatter", plan.shard_axes, "reduce_grad", (plan.fqn,), unit)
             group = layout.group_name(plan.shard_axes)

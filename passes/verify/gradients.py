@@ -76,10 +76,37 @@ def check_gradient(interpreter: Interpreter, role: ParamGrad, node: fx.Node | No
             cause="a term was reduced before all terms were added up, an edge was rewired, or a collective delivers "
             "another parameter than its users expect",
         )
+    _check_model_parallel(interpreter, plan, node, source)
     if 0 in plan.local_shape:
         return  # nothing to reduce: the program ran the model's own computation, which was compared above
     chain = _chain_of(interpreter, plan, node, source)
     _check_chain(interpreter, plan, node, source, chain, variant)
+
+
+def _check_model_parallel(
+    interpreter: Interpreter, plan: ParamPlan, node: fx.Node, source: fx.Node
+) -> None:
+    """Over a tp or ep dim that does not cut the parameter, its local gradient is whole, or a term that the plan sums."""
+    layout = interpreter.program.layout
+    if isinstance(source.meta.get("role"), GradInput):
+        return
+    domain = {*layout.batch_dims, *plan.shard_axes, *plan.replica_axes}
+    placed = dict(zip(layout.dim_names, plan.unsharded_placements, strict=True))
+    found = dict(zip(interpreter.axes, interpreter.values[source].state, strict=True))
+    for axis, state in found.items():
+        if axis in domain or not placed[axis].is_replicate():
+            continue
+        summed = axis in plan.sum_axes
+        if (state != "R") != summed:
+            raise error(
+                f"{plan.fqn}: its gradient {'is not a term of a sum' if summed else 'is a term that nobody sums'} on mesh dim "
+                f"{axis!r}",
+                node=source,
+                found=f"state {state} on {axis}",
+                expected=f"state {'V or S: the plan sums it' if summed else 'R: the plan does not sum it'} over {axis}",
+                cause="ParamPlan.sum_axes does not fit the program: the gradient would be counted "
+                + ("once a rank" if summed else "in part"),
+            )
 
 
 def _chain_of(
@@ -196,6 +223,9 @@ def _check_chain(
     shard = {a for a in plan.shard_axes if a in live and plan.shard_size > 1}
     replica = {a for a in (*plan.replica_axes, *plan.sum_axes) if a in live}
     walk = _Walk(source.meta["val"].dtype, dict.fromkeys(shard | replica, "V"))
+    summed = {a for a in plan.sum_axes if a in live}
+    if isinstance(role, GradInput):
+        walk.state.update(dict.fromkeys(summed, "R"))
     if partial:
         walk.state.update(dict.fromkeys(shard, "S"))
     wire = facts.get("reduce_dtype") or walk.dtype
@@ -205,6 +235,7 @@ def _check_chain(
     reduced = {"sync": (True, True), "replicate": (True, True), "scatter": (True, False)}
     cut, agreed = reduced.get(variant, (False, False))
     wanted = {a: "S" if cut else "V" for a in shard} | {a: "R" if agreed else "V" for a in replica}
+    wanted.update(dict.fromkeys(summed, "R"))
     _check_state(plan, node, walk.state, wanted)
     _check_divisor(interpreter, plan, node, walk, wire, variant, partial)
     # A wider reduction dtype is kept: the runtime adds micro-batches up in it before it rounds.

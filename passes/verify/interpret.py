@@ -58,11 +58,12 @@ from passes.verify.sources import (
     shard_fqn,
     source_name,
 )
-from passes.verify.transfer import Group, gather, group_of, reduce, scatter, slice_of
+from passes.verify.transfer import Group, gather, group_of, parse_group, reduce, scatter, slice_of
 from passes.verify.values import Value
 
 SHARD_SLICE = torch.ops.hyper_parallel.shard_slice.default
-PACKED_PURPOSES = frozenset({"unshard", "reduce_grad", "replicate_grad"})
+TAKE_CHUNK = torch.ops.hyper_parallel.take_chunk.default
+LOCAL_IDS = torch.ops.hyper_parallel.local_ids.default
 _WEIGHT_COPIES = COPIES | {convert, aten._to_copy.default}
 _ORDER = "RSV"
 
@@ -148,6 +149,8 @@ class Interpreter:
             return self._collective(node)
         if node.target is SHARD_SLICE:
             return self._shard_slice(node)
+        if node.target in (TAKE_CHUNK, LOCAL_IDS):
+            return self._own_part(node)
         if any(self.values[n].packed for n in node.all_input_nodes):
             return self._packed(node)
         return self._computed(node)
@@ -418,7 +421,7 @@ class Interpreter:
         group = group_of(node, comm, self.program)
         source: Any = node.args[0]
         value = self.values[source]
-        if comm.purpose not in PACKED_PURPOSES:
+        if not comm.params:  # of the model's own computation
             state = self._opaque_state(node, value.state, group)
             return Value(digest(node, self._digest), state, pending=node)
         pack = self._input_pack(node, source)
@@ -467,6 +470,23 @@ class Interpreter:
                     cause="the value has been reduced over this dim before",
                 )
         return self._after(state, group, new)
+
+    def _own_part(self, node: fx.Node) -> Value:
+        """R → S: what this rank takes of a value that all ranks of a tensor-parallel group hold."""
+        parsed = parse_group(node.args[-1], self.program)
+        if parsed is None or parsed[1]:
+            raise error(
+                f"{node.name}: takes its part by a group that is no union of dims of this mesh",
+                node=node,
+                found=repr(node.args[-1]),
+                expected=f"the alias of dims of ({self.program.layout.describe()})",
+            )
+        value = self._computed(node)
+        state = tuple(
+            "S" if axis in parsed[0] and old == "R" else old
+            for axis, old in zip(self.axes, value.state, strict=True)
+        )
+        return replace(value, state=state)
 
     def _shard_slice(self, node: fx.Node) -> Value:
         source: Any = node.args[0]

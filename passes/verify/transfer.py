@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from hyper_parallel.plan import ParamPlan
-from passes.base import COLLECTIVES, GATHER, SCATTER, Comm, ProgramInfo
+from passes.base import COLLECTIVES, GATHER, SCATTER, Comm, ProgramInfo, axes_of_group
 from passes.verify.packing import Pack, Run
 from passes.verify.report import error, some
 from passes.verify.sources import (
@@ -48,13 +48,10 @@ class Group:
 
 def parse_group(name: object, program: ProgramInfo) -> tuple[tuple[str, ...], int] | None:
     """Axes and inner size of a group alias; None for a text that is no alias of this mesh."""
-    if not isinstance(name, str) or not name.startswith("hp:"):
+    axes = axes_of_group(name, program.layout)
+    if axes is None:
         return None
-    alias, _, inner = name.partition("/")
-    axes = tuple(alias.split(":")[1].split("."))
-    known = set(axes) <= set(program.layout.dim_names)
-    if not known or alias != program.layout.group_name(axes):
-        return None
+    inner = str(name).partition("/")[2]
     return axes, int(inner) if inner.isdigit() else 0
 
 

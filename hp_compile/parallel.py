@@ -1,0 +1,83 @@
+"""Between a tensor-parallel plan, in placements of parameters, and the pass, in layouts of values in an exported forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor import Placement
+
+from hyper_parallel.mesh import MeshLayout
+from hyper_parallel.plan import ParamPlan, with_sum_axes
+from hyper_parallel.tensor_parallel import TensorParallelPlan
+from hyper_parallel.torch_compat.distributed import shard_dim_of, split_factor_of
+from passes.tensor_parallel import Boundary, Layout, Parallelised, tensor_parallel
+
+_PREFIX = "module."
+
+
+def parallel_forward(
+    plan: TensorParallelPlan | None, params: Mapping[str, ParamPlan], layout: MeshLayout
+) -> Callable[[fx.GraphModule, Any], Parallelised] | None:
+    """The tensor-parallel pass for one model and mesh, or None where there is nothing to do.
+
+    Args:
+        plan: the plan, if there is one.
+        params: plan of every parameter.
+        layout: the mesh.
+    """
+    if plan is None or plan.size == 1:
+        return None
+    cut = {
+        f"{_PREFIX}{fqn}": _layout(placement)
+        for fqn, placement in plan.placements.items()
+        if not params[fqn].ignored
+    }
+    boundaries = {
+        f"{_PREFIX}{fqn}": Boundary(*map(_maybe_layout, (b.enters, b.given, b.leaves)))
+        for fqn, b in plan.boundaries.items()
+    }
+
+    def run(forward: fx.GraphModule, mode: Any) -> Parallelised:
+        return tensor_parallel(
+            forward,
+            params=cut,
+            boundaries=boundaries,
+            size=plan.size,
+            group=layout.group_name((plan.axis,)),
+            mode=mode,
+            keep_outputs=plan.keep_outputs,
+        )
+
+    return run
+
+
+def _layout(placement: Placement) -> Layout:
+    return Layout(shard_dim_of(placement), split_factor_of(placement))
+
+
+def _maybe_layout(placement: Placement | None) -> Layout | None:
+    return None if placement is None else _layout(placement)
+
+
+def with_partial_gradients(
+    params: Mapping[str, ParamPlan],
+    layout: MeshLayout,
+    plan: TensorParallelPlan | None,
+    partial: Collection[str],
+) -> Mapping[str, ParamPlan]:
+    """Plans that say which gradients are terms of a sum over the tensor-parallel ranks.
+
+    Args:
+        params: plan of every parameter.
+        layout: the mesh.
+        plan: the tensor-parallel plan, if there is one.
+        partial: parameters whose gradients are terms.
+    """
+    if plan is None:
+        return params
+    return {
+        fqn: with_sum_axes(p, layout, (plan.axis,)) if fqn in partial else p
+        for fqn, p in params.items()
+    }
