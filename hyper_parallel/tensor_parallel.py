@@ -240,7 +240,7 @@ def resolve_tp_plan(
 ) -> TensorParallelPlan | None:
     """Applies ``Policy.tp_plan`` to a model; None where there is no plan.
 
-    An exact FQN wins over a glob, and a longer glob over a shorter one.
+    An exact FQN wins over a glob, and a longer glob over a shorter one. A glob that matches no module may match parameters.
 
     Args:
         model: the model; its parameters may be on meta or sharded.
@@ -264,7 +264,9 @@ def resolve_tp_plan(
     styles = {pattern: style_of(pattern, style) for pattern, style in patterns.items()}
     modules = {name: m for name, m in model.named_modules(remove_duplicate=False) if name}
     params = dict(model.named_parameters(remove_duplicate=False))
-    chosen, unused = _match(styles, [*modules, *params])
+    chosen, rest = _match(styles, modules)
+    bare, unused = _match({p: styles[p] for p in rest}, params)
+    chosen.update(bare)
     if unused and (not auto or len(unused) == len(styles)):
         raise PolicyError(_no_match(unused[0], [*modules, *params]))
     size = layout.size(axes[0])
@@ -312,7 +314,7 @@ def _own_plan(model: nn.Module) -> Mapping[str, Any]:
 
 
 def _match(
-    styles: Mapping[str, TensorParallelStyle], names: Sequence[str]
+    styles: Mapping[str, TensorParallelStyle], names: Iterable[str]
 ) -> tuple[dict[str, tuple[str, TensorParallelStyle]], list[str]]:
     """The most specific style of every name, and the patterns that match nothing."""
     chosen: dict[str, tuple[str, TensorParallelStyle]] = {}

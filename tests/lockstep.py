@@ -81,6 +81,30 @@ def _slice(values: Ranks, parts: int, alias: str, layout: MeshLayout) -> Ranks:
     return results
 
 
+def _own_parts(node: fx.Node, arguments: list[Any], layout: MeshLayout) -> Ranks:
+    results: Ranks = [None] * len(arguments)
+    for group in group_ranks(str(node.args[-1]), layout):
+        for index, rank in enumerate(group):
+            if "local_ids" in str(node.target):
+                ids, rows, _ = arguments[rank]
+                results[rank] = ids - index * rows
+            else:
+                full, dim, blocks, parts, _ = arguments[rank]
+                pieces = [block.chunk(parts, dim)[index] for block in full.chunk(blocks, dim)]
+                results[rank] = torch.cat(pieces, dim)
+    return results
+
+
+def _data_index(rank: int, layout: MeshLayout) -> int:
+    """Equal for ranks that differ in tensor parallel only."""
+    point = list(itertools.product(*(range(s) for s in layout.shape)))[rank]
+    kept = [0 if d in layout.roles.tp else c for d, c in zip(layout.dim_names, point, strict=True)]
+    index = 0
+    for size, c in zip(layout.shape, kept, strict=True):
+        index = index * size + c
+    return index
+
+
 def run(gm: fx.GraphModule, inputs: Sequence[Ranks], layout: MeshLayout) -> list[Ranks]:
     """Run a program.
 
@@ -142,10 +166,12 @@ def _step(
             str(node.args[2]),
             layout,
         )
+    if name.startswith(("hyper_parallel.take_chunk", "hyper_parallel.local_ids")):
+        return _own_parts(node, [at(rank)[0] for rank in range(world)], layout)
     results = []
     for rank in range(world):
         args, kwargs = at(rank)
-        if "random" in node.meta:
-            torch.manual_seed(1000 * node.meta["random"] + rank)
+        if "random" in node.meta:  # ranks that see the same data draw the same numbers
+            torch.manual_seed(1000 * node.meta["random"] + _data_index(rank, layout))
         results.append(node.target(*args, **kwargs))  # type: ignore[operator]
     return results
