@@ -13,7 +13,7 @@ from hp_compile import pipeline
 from hp_compile.capture import Captured, capture
 from hp_compile.check import check_call
 from hp_compile.explain import Refusal
-from hp_compile.parallel import parallel_forward, with_partial_gradients
+from hp_compile.parallel import notes_of, parallel_forward, with_partial_gradients
 from hp_compile.lower import Lowered, decompositions, lower
 from hp_compile.program import Program, Reduction, sizes_of
 from hp_compile.signature import Signature, TensorSpec
@@ -103,10 +103,11 @@ def build_program(
         grad=grad,
         decompositions=decompositions(policy.backend),
         ignored=frozenset(id(by_name[fqn]) for fqn, plan in plans.items() if plan.ignored),
-        parallel=parallel_forward(tensor_parallel, plans, layout),
+        parallel=parallel_forward(tensor_parallel, plans, layout, policy.loss_parallel),
     )
     with compat.fast_tracing():
         captured = _capture(module, signature, tensors, policy.dynamic, all_dims, options)
+    captured.notes = notes_of(tensor_parallel, captured.gathered)
     steps = pipeline.capture_steps(
         layout=layout,
         params=with_partial_gradients(plans, layout, tensor_parallel, captured.partial),

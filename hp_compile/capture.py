@@ -104,6 +104,7 @@ class Captured:
         partial: parameters whose gradients are terms of a sum over the tensor-parallel ranks.
         gathered: values that were gathered for operators without a tensor-parallel rule.
         output_layouts: tensor-parallel layout of every flat output; empty when all are whole.
+        notes: what a reader of the plan should know about its tensor parallelism.
     """
 
     gm: fx.GraphModule
@@ -117,6 +118,7 @@ class Captured:
     partial: frozenset[str] = frozenset()
     gathered: tuple[Gathered, ...] = ()
     output_layouts: tuple[Layout, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass

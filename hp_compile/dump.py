@@ -22,7 +22,7 @@ def dump(plan: Plan) -> str:
     """
     lines = [*_header(plan), "", *_parameters(plan)]
     if plan.has_program:
-        lines += ["", *_collectives(plan), "", *_totals(plan)]
+        lines += [*_notes(plan), "", *_collectives(plan), "", *_totals(plan)]
     return "\n".join(lines) + "\n"
 
 
@@ -81,6 +81,11 @@ def _reasons(plan: Plan) -> list[str]:
         f"  {len(fqns)} of {len(plan.params)} ({_some(fqns)}): {reason}"
         for reason, fqns in by_reason.items()
     ]
+
+
+def _notes(plan: Plan) -> list[str]:
+    notes = plan.notes
+    return ["tensor parallel:", *(f"  {note}" for note in notes)] if notes else []
 
 
 def _collectives(plan: Plan) -> list[str]:

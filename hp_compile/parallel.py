@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -12,13 +13,16 @@ from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan, with_sum_axes
 from hyper_parallel.tensor_parallel import TensorParallelPlan
 from hyper_parallel.torch_compat.distributed import shard_dim_of, split_factor_of
-from passes.tensor_parallel import Boundary, Layout, Parallelised, tensor_parallel
+from passes.tensor_parallel import Boundary, Gathered, Layout, Parallelised, tensor_parallel
 
 _PREFIX = "module."
 
 
 def parallel_forward(
-    plan: TensorParallelPlan | None, params: Mapping[str, ParamPlan], layout: MeshLayout
+    plan: TensorParallelPlan | None,
+    params: Mapping[str, ParamPlan],
+    layout: MeshLayout,
+    keep_outputs: bool = False,
 ) -> Callable[[fx.GraphModule, Any], Parallelised] | None:
     """The tensor-parallel pass for one model and mesh, or None where there is nothing to do.
 
@@ -26,6 +30,7 @@ def parallel_forward(
         plan: the plan, if there is one.
         params: plan of every parameter.
         layout: the mesh.
+        keep_outputs: outputs that are cut on their last dim stay cut.
     """
     if plan is None or plan.size == 1:
         return None
@@ -47,7 +52,7 @@ def parallel_forward(
             size=plan.size,
             group=layout.group_name((plan.axis,)),
             mode=mode,
-            keep_outputs=plan.keep_outputs,
+            keep_outputs=keep_outputs or plan.keep_outputs,
         )
 
     return run
@@ -81,3 +86,24 @@ def with_partial_gradients(
         fqn: with_sum_axes(p, layout, (plan.axis,)) if fqn in partial else p
         for fqn, p in params.items()
     }
+
+
+def notes_of(plan: TensorParallelPlan | None, gathered: Collection[Gathered]) -> tuple[str, ...]:
+    """What a reader of the plan should know about its tensor parallelism, one sentence each.
+
+    Args:
+        plan: the tensor-parallel plan, if there is one.
+        gathered: values that were gathered for operators without a rule.
+    """
+    if plan is None:
+        return ()
+    alike: dict[tuple[str, str], list[Gathered]] = {}
+    for one in gathered:
+        module = re.sub(r"\b\d+\b", "*", one.module.removeprefix(_PREFIX).removeprefix("module"))
+        alike.setdefault((module, one.operator), []).append(one)
+    lines = [
+        f"{len(found)} values are gathered for {operator} in {module or 'the root module'}, which has no rule for parts"
+        + (f" ({found[0].where.rpartition('/')[2]})" if found[0].where else "")
+        for (module, operator), found in alike.items()
+    ]
+    return (*plan.notes, *lines)

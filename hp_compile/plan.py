@@ -86,6 +86,11 @@ class Plan:
         """Whether the plan was made with example inputs, so that it knows graphs and collectives."""
         return self._program is not None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was decided differently from the tensor-parallel plan, or gathered for want of a rule; one sentence each."""
+        return () if self._program is None else self._program.captured.notes
+
     def _require_program(self) -> Program:
         if self._program is None:
             raise CaptureError(

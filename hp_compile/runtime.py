@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from hp_compile import build, fallback, reduction
 from hp_compile.agree import Board, compare_ranks
@@ -279,10 +280,25 @@ class Runtime:
         if not program.trains:
             with torch.no_grad():
                 flat = self.run_forward(program, tensors)[0]
-            return program.rebuild(flat, tensors)
+            return program.rebuild(self._distributed(program, flat), tensors)
         params = [s.param for s in self.states.values() if s.param.requires_grad]
         flat = Call.apply(self, program, len(tensors), *tensors, *params)
-        return program.rebuild(flat, tensors)
+        return program.rebuild(self._distributed(program, flat), tensors)
+
+    def _distributed(
+        self, program: Program, flat: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Flat outputs, those that tensor parallelism left cut as DTensors on its mesh dim."""
+        layouts = program.captured.output_layouts
+        if self.tensor_parallel is None or all(layout.replicated for layout in layouts):
+            return flat
+        mesh = self.mesh[self.tensor_parallel.axis]
+        return [
+            value
+            if layout.dim is None
+            else DTensor.from_local(value, mesh, [Shard(layout.dim)], run_check=False)
+            for value, layout in zip(flat, layouts, strict=False)
+        ]
 
     def run_forward(
         self, program: Program, tensors: Sequence[torch.Tensor]

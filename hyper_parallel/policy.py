@@ -19,7 +19,7 @@ from torch.distributed.tensor import Placement
 
 from hyper_parallel.errors import MeshError, PolicyError
 from hyper_parallel.mesh import ROLE_NAMES, MeshRoles
-from hyper_parallel.tensor_parallel import style_of
+from hyper_parallel.tensor_parallel import TensorParallelStyle, style_of
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -81,6 +81,8 @@ class Policy:
         tp_plan: Globs of module FQNs to tensor-parallel styles, or ``"auto"`` for the model's own.
             Kept sorted: which pattern applies to a module may not depend on the order given.
         ep_plan: The same for experts.
+        loss_parallel: Outputs of the model that tensor parallelism cuts on their last dim, such as the
+            logits over a vocabulary, are not gathered but returned as DTensors.
         units: ``"auto"`` (one unit a repeated block), or globs of module FQNs.
         bucket_mb: None gives one bucket a unit; a number merges neighbouring units up to that many
             MB; 0 gives one collective a parameter.
@@ -109,6 +111,7 @@ class Policy:
     min_shard_numel: int = 0
     tp_plan: Mapping[str, Any] | str | None = None
     ep_plan: Mapping[str, Any] | str | None = None
+    loss_parallel: bool = False
     units: str | tuple[str, ...] = "auto"
     bucket_mb: float | None = None
     reduce_op: str = "avg"
@@ -126,7 +129,8 @@ class Policy:
         _freeze(self, "units", _frozen_units(self.units))
         for name in ("enable_param_shard", "dynamic"):
             _check_type(name, getattr(self, name), (bool, type(None)), "True, False or None")
-        _check_type("sync_weights", self.sync_weights, (bool,), "True or False")
+        for name in ("sync_weights", "loss_parallel"):
+            _check_type(name, getattr(self, name), (bool,), "True or False")
         _check_reshard(self.reshard_after_forward)
         if self.shard_placement_fn is not None and not callable(self.shard_placement_fn):
             raise _wrong(
@@ -197,6 +201,7 @@ class Policy:
             ("bucket_mb", self.bucket_mb),
             ("dynamic", self.dynamic),
             ("ep_plan", _stable(self.ep_plan)),
+            ("loss_parallel", self.loss_parallel),
             ("mp_policy", _stable(vars(self.mp_policy))),
             ("offload_policy", _offload_key(self.offload_policy)),
             ("reduce_op", self.reduce_op),
@@ -355,7 +360,7 @@ def _stable(value: Any) -> Any:
         return tuple((str(key), _stable(item)) for key, item in sorted(value.items()))
     if isinstance(value, list | tuple):
         return tuple(_stable(item) for item in value)
-    if isinstance(value, torch.dtype):
+    if isinstance(value, torch.dtype | TensorParallelStyle):
         return str(value)
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"

@@ -65,6 +65,17 @@ class TensorParallelStyle:
     leaves: Placement | None = None
     keeps_output: bool = False
 
+    def __str__(self) -> str:
+        parts = [self.name]
+        parts += [f"{self.weight}" if self.blocks == 1 else f"{self.weight} in {self.blocks} blocks"]
+        if self.enters is not None:
+            parts.append(f"{'' if self.given is None else f'{self.given} '}in as {self.enters}")
+        if self.leaves is not None:
+            parts.append(f"out as {self.leaves}")
+        if self.keeps_output:
+            parts.append("output stays cut")
+        return ", ".join(part for part in parts if part)
+
 
 _STYLES: Mapping[str, TensorParallelStyle] = {
     name: TensorParallelStyle(name=name, **fields)

@@ -256,6 +256,48 @@ def vocab_cross_entropy(
     return loss.sum() / counts.sum() if reduction == 1 else loss.sum()
 
 
+def dropout_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    p: float,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    dim: int,
+    size: int,
+    group: str,
+) -> Tensor:
+    """Attention with dropout of its weights, for this rank's heads (see :func:`whole_dropout`).
+
+    Args:
+        query: ``[..., heads, length, features]``.
+        key: ``[..., heads, source, features]``.
+        value: ``[..., heads, source, features]``.
+        mask: boolean (True may attend) or added to the scores; broadcasts.
+        p: probability of a zero.
+        causal: attend to earlier positions only.
+        scale: factor of the scores; ``1/sqrt(features)`` by default.
+        grouped: keys and values may have fewer heads.
+        dim: dim that is cut.
+        size: ranks of the group.
+        group: alias of the group.
+    """
+    if grouped:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+    if causal:
+        shape = (query.size(-2), key.size(-2))
+        mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        may = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, float("-inf")) if may else scores + mask
+    weights = whole_dropout(scores.softmax(-1), p, dim, 1, size, group)
+    return weights @ value
+
+
 def whole_dropout(
     value: Tensor, p: float, dim: int, blocks: int, size: int, group: str
 ) -> Tensor:

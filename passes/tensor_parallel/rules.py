@@ -697,7 +697,7 @@ def _attention(call: Call) -> Decision | None:
     query, key, value, mask = (
         call.argument(n) for n in ("query", "key", "value", "attn_mask")
     )
-    if call.argument("dropout_p") or len({query, key, value}) < 3:
+    if len({query, key, value}) < 3:
         return None
     rank = len(shape_of(query))
     cut = [n for n in (query, key, value) if not call.layout(n).replicated]
@@ -714,7 +714,20 @@ def _attention(call: Call) -> Decision | None:
         dim = chosen.dim - (rank - len(shape))
         alone = dim < 0 or same_size(shape[dim], 1)
         inputs[mask] = REPLICATED if alone else sharded(dim)
-    return Decision(chosen, inputs)
+    p = call.argument("dropout_p")
+    if not p:
+        return Decision(chosen, inputs)
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    order = {a.name: i for i, a in enumerate(call.node.target._schema.arguments)}  # type: ignore[union-attr]
+
+    def emit(add: Emit, args: Any, kwargs: Any) -> fx.Node:
+        given = [
+            args[order[n]] if order[n] < len(args) else kwargs.get(n, call.argument(n))
+            for n in names
+        ]
+        return add(functional.dropout_attention, *given, chosen.dim, call.size, call.group)
+
+    return Decision(chosen, inputs, emit=emit)
 
 
 # ------------------------------------------------------------------ vocabulary
