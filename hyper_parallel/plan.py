@@ -39,6 +39,11 @@ from hyper_parallel.placement import (
     shard_lengths,
 )
 from hyper_parallel.policy import Policy
+from hyper_parallel.torch_compat.distributed import (
+    is_strided_shard,
+    shard_dim_of,
+    split_factor_of,
+)
 
 __all__ = [
     "ParamLike",
@@ -198,12 +203,13 @@ def plan_param(
     domain = tuple(axis for axis in layout.batch_dims if axis not in cut)
     shard_axes = tuple(axis for axis in domain if axis in layout.roles.shard)
     shard_dim: int | None = None
-    whole = _why_whole(shape, shard_axes, layout, policy)
+    packed = _packed_dims(layout, cut)
+    whole = _why_whole(shape, shard_axes, layout, policy, packed)
     if whole:
         shard_axes = ()
     else:
         shard_dim, shard_axes = _resolve_cut(
-            fqn, shape, like if param is None else param, shard_axes, policy
+            fqn, shape, like if param is None else param, shard_axes, policy, packed
         )
     replica_axes = tuple(axis for axis in domain if axis not in shard_axes)
     sum_axes = _check_sum_axes(fqn, layout, sum_axes, {*domain, *cut})
@@ -405,7 +411,11 @@ def _check_sum_axes(
 
 
 def _why_whole(
-    shape: tuple[int, ...], shard_axes: tuple[str, ...], layout: MeshLayout, policy: Policy
+    shape: tuple[int, ...],
+    shard_axes: tuple[str, ...],
+    layout: MeshLayout,
+    policy: Policy,
+    packed: frozenset[int],
 ) -> str:
     """Returns why FSDP leaves a parameter whole, or an empty text if it cuts it."""
     if not resolve_enable_param_shard(layout, policy):
@@ -417,6 +427,8 @@ def _why_whole(
         return "its plan already uses every shard dim"
     if not shape:
         return "it is a scalar"
+    if len(packed) == len(shape):
+        return "the tensor-parallel plan cuts it block by block, which leaves no dim to cut again"
     numel = math.prod(shape)
     if numel < policy.min_shard_numel:
         return f"its {numel} elements are fewer than min_shard_numel={policy.min_shard_numel}"
@@ -424,11 +436,17 @@ def _why_whole(
 
 
 def _resolve_cut(
-    fqn: str, shape: tuple[int, ...], param: Any, shard_axes: tuple[str, ...], policy: Policy
+    fqn: str,
+    shape: tuple[int, ...],
+    param: Any,
+    shard_axes: tuple[str, ...],
+    policy: Policy,
+    packed: frozenset[int],
 ) -> tuple[int, tuple[str, ...]]:
     """Returns which tensor dim FSDP cuts, and over which of the possible mesh dims."""
+    default = next(dim for dim in range(len(shape)) if dim not in packed)
     if policy.shard_placement_fn is None:
-        return 0, shard_axes
+        return default, shard_axes
     answer = policy.shard_placement_fn(param)
     placement, axes = answer, shard_axes
     if isinstance(answer, tuple) and len(answer) == 2:
@@ -441,13 +459,34 @@ def _resolve_cut(
                 f"this parameter are {shard_axes}"
             )
     if placement is None:
-        return 0, axes
+        return default, axes
     if not isinstance(placement, Shard):
         raise PlacementError(
             f"{fqn}: shard_placement_fn returned {answer!r} of type {type(answer).__name__}; "
             f"expected Shard(dim) with a dim of shape {shape}, or None for Shard(0)"
         )
-    return normalise_dim(fqn, shape, placement.dim), axes
+    dim = normalise_dim(fqn, shape, placement.dim)
+    if dim in packed:
+        raise PlacementError(
+            f"{fqn}: shard_placement_fn returned Shard({placement.dim}), but the tensor-parallel plan cuts dim {dim} block by "
+            f"block, and no DTensor placement says both; return Shard({default}) or None"
+        )
+    return dim, axes
+
+
+def _packed_dims(layout: MeshLayout, cut: Mapping[str, Placement]) -> frozenset[int]:
+    """Dims that a TP plan cuts block by block: no placement says that FSDP cuts such a dim once more.
+
+    A strided shard is no such cut where it only says that mesh dims to its right have cut the dim before.
+    """
+    packed = set()
+    for axis, placement in cut.items():
+        dim = shard_dim_of(placement)
+        right = layout.dim_names[layout.dim_names.index(axis) + 1 :]
+        before = layout.size([a for a in right if a in cut and shard_dim_of(cut[a]) == dim])
+        if dim is not None and is_strided_shard(placement) and split_factor_of(placement) != before:
+            packed.add(dim)
+    return frozenset(packed)
 
 
 def _reduction(shard_size: int, dp_size: int) -> str:

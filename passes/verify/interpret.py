@@ -127,6 +127,8 @@ class Interpreter:
         return self
 
     def _check_pending(self, node: fx.Node) -> None:
+        if isinstance(node.meta.get("val"), torch.SymInt | int):
+            return  # a size, which is known before the data is there
         for source in node.all_input_nodes:
             if self.values[source].pending is not None:
                 raise error(
