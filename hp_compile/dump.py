@@ -101,7 +101,7 @@ def _collectives(plan: Plan) -> list[str]:
                 _dtype(c.dtype),
                 f"{c.nbytes:,} B",
                 c.purpose,
-                _some(c.params),
+                _some(c.params) if c.params else f"({c.module or 'root module'})",
             )
         )
     return [f"collectives: {len(plan.collectives)} a step, in issue order", *_table(rows)]

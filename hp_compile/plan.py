@@ -35,6 +35,7 @@ class Collective:
         nbytes: bytes this rank sends under the ring algorithm, padding included.
         params: FQNs of the parameters it carries, in registration order.
         purpose: ``unshard``, ``reduce_grad``, ``replicate_grad``, ``tp``, ``ep`` or ``cp``.
+        module: FQN of the module whose computation needs it, for one that carries no parameters; empty for the root.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Collective:
     nbytes: int
     params: tuple[str, ...]
     purpose: str
+    module: str = ""
 
 
 class Plan:
@@ -183,6 +185,7 @@ def describe_collective(
         nbytes=ring_bytes(comm.kind, nbytes, len(ranks)),
         params=comm.params,
         purpose=comm.purpose,
+        module=comm.unit if not comm.params else "",
     )
 
 

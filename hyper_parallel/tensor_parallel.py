@@ -100,12 +100,9 @@ _STYLES: Mapping[str, TensorParallelStyle] = {
 _REFUSED: Mapping[str, str] = {
     "packed_rowwise": "a weight packed along its input features has no placement here",
     "mla_kv_a_proj": "latent attention's compressed projection needs its own gradient rule",
-    "moe_tp_experts": "experts are no part of tp_plan",
-    "moe_identity_expert": "experts are no part of tp_plan",
     "local_params": "a module that runs on its own parts is no part of tp_plan",
-    "grouped_gemm": "experts are no part of tp_plan",
-    "ep_router": "experts are no part of tp_plan",
 }
+_EXPERTS = ("moe_", "ep_", "grouped_")
 
 
 @dataclass(frozen=True)
@@ -159,9 +156,12 @@ def style_of(pattern: str, style: object) -> TensorParallelStyle:
     if isinstance(style, str):
         if style in _STYLES:
             return _STYLES[style]
-        if style in _REFUSED:
+        reason = _REFUSED.get(style)
+        if style.startswith(_EXPERTS):
+            reason = "experts are no part of tp_plan"
+        if reason is not None:
             raise PolicyError(
-                f"{where}: the style {style!r} is not supported: {_REFUSED[style]}; use one of {sorted(_STYLES)}, or leave "
+                f"{where}: the style {style!r} is not supported: {reason}; use one of {sorted(_STYLES)}, or leave "
                 "the module out of the plan"
             )
         near = difflib.get_close_matches(style, [*_STYLES, *_REFUSED], 1)

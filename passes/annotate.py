@@ -33,6 +33,7 @@ from passes.base import (
     axes_of_group,
     finish,
     is_collective,
+    module_path,
     output_node,
     set_info,
 )
@@ -70,7 +71,7 @@ def annotate(
             node.meta["role"] = role
             if isinstance(role, ParamInput):
                 dtypes[role.fqn] = node.meta["val"].dtype
-    _describe_collectives(gm, layout)
+    _describe_collectives(gm, layout, prefix)
     out = output_node(gm)
     roles: list[OutputRole] = []
     flat = list(out.args[0])  # type: ignore[arg-type]
@@ -90,7 +91,7 @@ def annotate(
     return record(finish(set_info(gm, program), "annotate"))
 
 
-def _describe_collectives(gm: fx.GraphModule, layout: MeshLayout) -> None:
+def _describe_collectives(gm: fx.GraphModule, layout: MeshLayout, prefix: str) -> None:
     """Gives the collectives of the model's own computation (tp, ep, cp) their Comm, read from the alias of their group."""
     for node in gm.graph.nodes:
         if not is_collective(node):
@@ -103,7 +104,8 @@ def _describe_collectives(gm: fx.GraphModule, layout: MeshLayout) -> None:
             )
         roles = {role for axis in axes for role in layout.roles.of(axis)}
         purpose = next((p for p in ("ep", "tp", "cp") if p in roles), "tp")
-        node.meta["comm"] = Comm(COLLECTIVES[node.target], axes, purpose)
+        module = module_path(node).removeprefix(prefix)
+        node.meta["comm"] = Comm(COLLECTIVES[node.target], axes, purpose, unit="" if module == prefix[:-1] else module)
 
 
 def _input_role(desc: Any, prefix: str) -> InputRole:

@@ -134,7 +134,7 @@ class Comm:
         axes: mesh dims over which it communicates, in mesh order.
         purpose: ``unshard``, ``reduce_grad``, ``replicate_grad``, ``tp``, ``ep`` or ``cp``.
         params: FQNs of the parameters whose bytes it carries, in registration order.
-        unit: the unit the parameters belong to.
+        unit: the unit the parameters belong to; the module that computes, for a collective without parameters.
         inner: for ``reshard_after_forward=int``, the size of the inner group that an ``unshard`` runs over (0: all).
         numels: elements that each parameter contributes to this rank's input (bucketed: in order of ``params``).
         padding: elements of this rank's share of the buffer that are padding.

@@ -13,12 +13,23 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+)
 
 from hyper_parallel import policy as policy_module
 from hyper_parallel.errors import PolicyError
 from hyper_parallel.mesh import MeshRoles
 from hyper_parallel.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Policy
+
+
+class ParallelStyleOfMine(ParallelStyle):
+    """A style that nobody but its author knows."""
+
+    def _apply(self, module: nn.Module, device_mesh: object) -> nn.Module:
+        return module
 
 
 def shard_last(param: nn.Parameter) -> Shard:
@@ -89,6 +100,7 @@ BAD_FIELDS = [
     ("reduce_op", "mean", "'avg' or 'sum', got 'mean' of type str"),
     ("reduce_op", None, "'avg' or 'sum', got None of type NoneType"),
     ("sync_weights", None, "True or False, got None of type NoneType"),
+    ("loss_parallel", 1, "True or False, got 1 of type int"),
     ("fallback", "warn", "'error' or 'eager', got 'warn' of type str"),
     ("backend", "eager", "'inductor' or 'aot_eager', got 'eager' of type str"),
     ("dynamic", "batch", "True, False or None, got 'batch' of type str"),
@@ -147,12 +159,32 @@ def test_roles_are_checked() -> None:
         Policy(roles={"tp": 1})
 
 
-def test_a_style_must_be_hashable() -> None:
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ([], r"expected a style string such as 'colwise', or an object of .*, got list \[\]"),
+        ("colwize", r"unknown style 'colwize'; did you mean 'colwise'\?"),
+        ("mla_kv_a_proj", r"the style 'mla_kv_a_proj' is not supported"),
+        (ParallelStyleOfMine(), r"the style ParallelStyleOfMine is not supported; use Colwise"),
+        (
+            PrepareModuleInput(
+                input_layouts=(Shard(1), Shard(0)), desired_input_layouts=(Replicate(), Shard(1))
+            ),
+            r"PrepareModuleInput asks for different layouts of different inputs",
+        ),
+    ],
+)
+def test_styles_are_checked_when_the_policy_is_made(style: object, text: str) -> None:
+    with pytest.raises(PolicyError, match=rf"Policy.tp_plan\['\*.up'\]: {text}"):
+        Policy(tp_plan={"*.up": style})
+
+
+def test_an_expert_style_must_be_hashable() -> None:
     with pytest.raises(
         PolicyError,
-        match=r"Policy.tp_plan\['\*.up'\]: expected a style that can be hashed, got \[\]",
+        match=r"Policy.ep_plan\['\*.up'\]: expected a style that can be hashed, got \[\]",
     ):
-        Policy(tp_plan={"*.up": []})
+        Policy(ep_plan={"*.up": []})
 
 
 @pytest.mark.parametrize(
@@ -200,15 +232,15 @@ def test_zero_levels() -> None:
 
 
 def test_mappings_are_read_as_given_and_frozen() -> None:
-    style = ColwiseParallel()
-    plan = {"*.up": style, "*.down": "rowwise"}
+    plan = {"*.up": ColwiseParallel(), "*.down": "rowwise"}
     policy = Policy(roles={"shard": ["dp", "cp"], "tp": "tp"}, tp_plan=plan, ep_plan="auto")
     plan["*.more"] = "colwise"
     assert policy.roles == {"shard": ("dp", "cp"), "tp": ("tp",)}
     assert policy.roles["shard"] == ("dp", "cp")
     assert "ep" not in policy.roles
     assert policy.roles.get("ep") is None
-    assert policy.tp_plan == {"*.up": style, "*.down": "rowwise"}
+    assert policy.tp_plan["*.down"] == "rowwise"
+    assert policy == dataclasses.replace(policy, tp_plan={"*.down": "rowwise", "*.up": ColwiseParallel()})
     assert list(policy.tp_plan) == ["*.down", "*.up"]
     assert repr(policy.roles) == "{'shard': ('dp', 'cp'), 'tp': ('tp',)}"
     assert policy.ep_plan == "auto"
@@ -277,6 +309,7 @@ CHANGES_THE_PROGRAM = {
     "offload_policy": CPUOffloadPolicy(),
     "tp_plan": {"*.up": ColwiseParallel()},
     "ep_plan": "auto",
+    "loss_parallel": True,
     "units": ("layers.*",),
     "bucket_mb": 0,
     "reduce_op": "sum",
@@ -315,12 +348,14 @@ def test_program_key_tells_styles_apart() -> None:
         for style in (
             "colwise",
             ColwiseParallel(),
-            ColwiseParallel(output_layouts=Replicate()),
+            ColwiseParallel(output_layouts=Shard(1)),
             ColwiseParallel(use_local_output=False),
             PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
         )
     ]
     assert len(set(keys)) == len(keys)
+    same = Policy(tp_plan={"*": ColwiseParallel(output_layouts=Replicate())}).program_key()
+    assert same == keys[1]  # an output is gathered where it is read whole, whatever the plan says
 
 
 PRINT_KEY = """
