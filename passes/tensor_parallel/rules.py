@@ -294,14 +294,24 @@ def _reduce(call: Call) -> Decision | None:
 # ------------------------------------------------------------------ views
 
 
-def _localised(sizes: Sequence[Any], dim: int, call: Call, add: Emit) -> list[Any]:
-    """The sizes of a local view, from those of one device."""
-    local = list(sizes)
-    entry = local[dim]
+def _localised(sizes: Sequence[Any], dim: int, call: Call, add: Emit, start: int = 0) -> list[Any]:
+    """The sizes of a local view, from those of one device.
+
+    Args:
+        sizes: sizes for dims ``start`` and following of the output, -1 for one to be inferred.
+        dim: dim of the output that is cut.
+        call: the call.
+        add: emits nodes.
+        start: first dim that ``sizes`` is about.
+    """
+    known = call.out_shape[start:]
+    # Left to be inferred, a number could come out as a symbolic quotient.
+    local = [k if s == -1 and isinstance(k, int) else s for s, k in zip(sizes, known, strict=False)]
+    entry = local[dim - start]
     if isinstance(entry, fx.Node):
-        local[dim] = add(operator.floordiv, entry, call.size)
+        local[dim - start] = add(operator.floordiv, entry, call.size)
     elif entry != -1:
-        local[dim] = entry // call.size
+        local[dim - start] = entry // call.size
     return local
 
 
@@ -368,7 +378,7 @@ def _unflatten(call: Call) -> Decision | None:
     def emit(add: Emit, args: Any, kwargs: Any) -> fx.Node:
         sizes = args[2]
         if 0 <= inside < count:
-            sizes = _localised(sizes, inside, call, add)
+            sizes = _localised(sizes, inside + start, call, add, start)
         return add(call.node.target, args[0], args[1], sizes)
 
     return Decision(output, {source: call.layout(source)}, emit=emit)

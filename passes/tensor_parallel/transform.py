@@ -124,6 +124,7 @@ class _Layouts:
     terms: set[fx.Node] = field(default_factory=set)
     gathered: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     _weights: set[fx.Node] = field(default_factory=set)
+    _copies: set[fx.Node] = field(default_factory=set)
 
     def decide(self) -> _Layouts:
         """Walks forward through the graph, then back to find the parameters whose gradients are terms."""
@@ -159,10 +160,13 @@ class _Layouts:
             source: Any = node.args[0]
             if source in self.values:
                 self.values[node] = self.values[source][node.args[1]]
+            if source in self._copies:
+                self._copies.add(node)
             return
         if not isinstance(value, torch.Tensor | list | tuple):
             return  # a size, or a check
         self.values[node] = self._decided(node, tensors, value)
+        self._follow_memory(node)
 
     def _decided(self, node: fx.Node, tensors: list[fx.Node], value: Any) -> Any:
         many = isinstance(value, list | tuple)
@@ -173,7 +177,6 @@ class _Layouts:
         call = Call(node, seen, self.size, self.group, self._weights.__contains__)
         decision = decide(call)
         if decision is None:
-            self._check_writes(node)
             self.gathered[node] = [n for n in tensors if not seen[n].replicated]
             return whole
         if decision.partial:
@@ -222,17 +225,22 @@ class _Layouts:
         whole = isinstance(length, torch.SymInt) or length % (self.size * layout.blocks) == 0
         return layout.at(dim) if whole else None
 
-    def _check_writes(self, node: fx.Node) -> None:
+    def _follow_memory(self, node: fx.Node) -> None:
+        """Notes views of a converted value, which is a copy, and refuses to write into one: the original would not change."""
         schema = getattr(node.target, "_schema", None)
         first = node.args[0] if node.args else None
-        if schema is None or not schema.is_mutable or not isinstance(first, fx.Node):
+        if schema is None or not isinstance(first, fx.Node) or first not in self.values:
             return
-        layout = self.values.get(first)
-        if isinstance(layout, Layout) and not layout.replicated:
+        copied = first in self._copies or self.wanted(first, node) != self.values[first]
+        if not copied:
+            return
+        if schema.is_mutable:
             raise CaptureError(
-                f"{module_path(node) or 'the root module'}: {node.target} writes into a value that the tensor-parallel plan "
-                f"cuts on dim {layout.dim}{_at(node)}; write the result to a new tensor, or leave this module out of tp_plan"
+                f"{module_path(node) or 'the root module'}: {node.target} writes into a part of a value that the "
+                f"tensor-parallel plan cuts{_at(node)}; write the result to a new tensor, or leave this module out of tp_plan"
             )
+        if any(r.alias_info is not None for r in schema.returns):
+            self._copies.add(node)
 
     def on_parts(self, node: fx.Node) -> bool:
         """Whether a call computes something else on every rank."""
@@ -260,6 +268,7 @@ class _Layouts:
         return all(
             user.op != "output" and self.wanted(node, user).replicated and self.varies(node, user)
             for user in node.users
+            if user.op == "output" or user in self.values  # not a check of its dtype
         )
 
 
