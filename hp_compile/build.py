@@ -13,8 +13,8 @@ from hp_compile import pipeline
 from hp_compile.capture import Captured, capture
 from hp_compile.check import check_call
 from hp_compile.explain import Refusal
-from hp_compile.parallel import notes_of, parallel_forward, with_partial_gradients
 from hp_compile.lower import Lowered, decompositions, lower
+from hp_compile.parallel import notes_of, parallel_forward, with_partial_gradients
 from hp_compile.program import Program, Reduction, sizes_of
 from hp_compile.signature import Signature, TensorSpec
 from hp_compile.units import ROOT_UNIT, Units

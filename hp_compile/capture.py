@@ -316,7 +316,9 @@ def capture(
         constants=_constants(forward, twin),
         tied=tied,
         updates=outputs.updates,
-        partial=frozenset(n.removeprefix(f"{_ROOT}.") for n in parallelised.partial) if parallelised else frozenset(),
+        partial=frozenset(n.removeprefix(f"{_ROOT}.") for n in parallelised.partial)
+        if parallelised
+        else frozenset(),
         gathered=parallelised.gathered if parallelised else (),
         output_layouts=parallelised.outputs if parallelised else (),
     )

@@ -99,7 +99,7 @@ def notes_of(plan: TensorParallelPlan | None, gathered: Collection[Gathered]) ->
         return ()
     alike: dict[tuple[str, str], list[Gathered]] = {}
     for one in gathered:
-        module = re.sub(r"\b\d+\b", "*", one.module.removeprefix(_PREFIX).removeprefix("module"))
+        module = re.sub(r"\b\d+\b", "*", one.module)
         alike.setdefault((module, one.operator), []).append(one)
     lines = [
         f"{len(found)} values are gathered for {operator} in {module or 'the root module'}, which has no rule for parts"

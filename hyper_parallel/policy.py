@@ -324,7 +324,9 @@ def _frozen_plan(name: str, plan: object) -> FrozenMapping | str | None:
     for pattern in plan:
         if not isinstance(pattern, str) or not pattern:
             raise _wrong(name, pattern, "FQN globs as keys")
-    if name == "tp_plan":  # strings stay as they were given; objects become values that can be compared
+    if (
+        name == "tp_plan"
+    ):  # strings stay as they were given; objects become values that can be compared
         styles = {pattern: style_of(pattern, style) for pattern, style in plan.items()}
         plan = {p: s if isinstance(s, str) else styles[p] for p, s in plan.items()}
     for pattern, style in plan.items():

@@ -40,7 +40,13 @@ from hyper_parallel.errors import PolicyError
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.torch_compat.distributed import shard_dim_of, strided_shard
 
-__all__ = ["ModuleBoundary", "TensorParallelPlan", "TensorParallelStyle", "resolve_tp_plan", "style_of"]
+__all__ = [
+    "ModuleBoundary",
+    "TensorParallelPlan",
+    "TensorParallelStyle",
+    "resolve_tp_plan",
+    "style_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,9 @@ class TensorParallelStyle:
 
     def __str__(self) -> str:
         parts = [self.name]
-        parts += [f"{self.weight}" if self.blocks == 1 else f"{self.weight} in {self.blocks} blocks"]
+        parts += [
+            f"{self.weight}" if self.blocks == 1 else f"{self.weight} in {self.blocks} blocks"
+        ]
         if self.enters is not None:
             parts.append(f"{'' if self.given is None else f'{self.given} '}in as {self.enters}")
         if self.leaves is not None:
@@ -79,22 +87,24 @@ class TensorParallelStyle:
 
 _STYLES: Mapping[str, TensorParallelStyle] = {
     name: TensorParallelStyle(name=name, **fields)
-    for name, fields in {
-        "colwise": {"weight": "colwise"},
-        "colwise_gather_output": {"weight": "colwise"},
-        "colwise_rep": {"weight": "colwise"},
-        "rowwise": {"weight": "rowwise"},
-        "rowwise_split_input": {"weight": "rowwise"},
-        "rowwise_rep": {"weight": "rowwise"},
-        "embedding_rowwise": {"weight": "rowwise"},
-        "embedding_colwise": {"weight": "colwise"},
-        "packed_colwise": {"weight": "packed_colwise", "blocks": 2},
-        "sequence_parallel": {"enters": Shard(1)},
-        "replicate": {},
-        "replicated_with_grad_allreduce": {},
-        "all_reduce": {},
-    }.items()
-}  # type: ignore[arg-type]
+    for name, fields in dict[str, dict[str, Any]](
+        {
+            "colwise": {"weight": "colwise"},
+            "colwise_gather_output": {"weight": "colwise"},
+            "colwise_rep": {"weight": "colwise"},
+            "rowwise": {"weight": "rowwise"},
+            "rowwise_split_input": {"weight": "rowwise"},
+            "rowwise_rep": {"weight": "rowwise"},
+            "embedding_rowwise": {"weight": "rowwise"},
+            "embedding_colwise": {"weight": "colwise"},
+            "packed_colwise": {"weight": "packed_colwise", "blocks": 2},
+            "sequence_parallel": {"enters": Shard(1)},
+            "replicate": {},
+            "replicated_with_grad_allreduce": {},
+            "all_reduce": {},
+        }
+    ).items()
+}
 
 #: Strings that ``transformers`` defines and that are refused, with the reason.
 _REFUSED: Mapping[str, str] = {
@@ -388,14 +398,18 @@ def _module_placements(
         return {f"{fqn}.{name}": Replicate() for name in own}
     weight = own.get("weight")
     if weight is None or weight.dim() != 2:
-        what = "no weight of its own" if weight is None else f"a weight of shape {tuple(weight.shape)}"
+        what = (
+            "no weight of its own" if weight is None else f"a weight of shape {tuple(weight.shape)}"
+        )
         raise PolicyError(
             f"{where}: the style {style.name!r} cuts a matrix, but {fqn} ({type(module).__name__}) has {what}; name the "
             "Linear or Embedding inside it, or the parameter itself"
         )
     embedding = isinstance(module, nn.Embedding)
     if embedding and style.weight == "packed_colwise":
-        raise PolicyError(f"{where}: {fqn} is an embedding, which has no packed weight; use 'embedding_rowwise'")
+        raise PolicyError(
+            f"{where}: {fqn} is an embedding, which has no packed weight; use 'embedding_rowwise'"
+        )
     out = 1 if embedding or type(module).__name__ == "Conv1D" else 0
     dim = 1 - out if style.weight == "rowwise" else out
     cut = {f"{fqn}.weight": _cut(dim, style)}

@@ -71,7 +71,7 @@ def annotate(
             node.meta["role"] = role
             if isinstance(role, ParamInput):
                 dtypes[role.fqn] = node.meta["val"].dtype
-    _describe_collectives(gm, layout, prefix)
+    _describe_collectives(gm, layout)
     out = output_node(gm)
     roles: list[OutputRole] = []
     flat = list(out.args[0])  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def annotate(
     return record(finish(set_info(gm, program), "annotate"))
 
 
-def _describe_collectives(gm: fx.GraphModule, layout: MeshLayout, prefix: str) -> None:
+def _describe_collectives(gm: fx.GraphModule, layout: MeshLayout) -> None:
     """Gives the collectives of the model's own computation (tp, ep, cp) their Comm, read from the alias of their group."""
     for node in gm.graph.nodes:
         if not is_collective(node):
@@ -104,8 +104,8 @@ def _describe_collectives(gm: fx.GraphModule, layout: MeshLayout, prefix: str) -
             )
         roles = {role for axis in axes for role in layout.roles.of(axis)}
         purpose = next((p for p in ("ep", "tp", "cp") if p in roles), "tp")
-        module = module_path(node).removeprefix(prefix)
-        node.meta["comm"] = Comm(COLLECTIVES[node.target], axes, purpose, unit="" if module == prefix[:-1] else module)
+        kind = COLLECTIVES[node.target]
+        node.meta["comm"] = Comm(kind, axes, purpose, unit=module_path(node))
 
 
 def _input_role(desc: Any, prefix: str) -> InputRole:

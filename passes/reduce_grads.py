@@ -162,7 +162,9 @@ def _reduce_one(
             value = add(aten.div.Tensor, value, scale.pre)
         if layout.size(plan.sum_axes) > 1 and not isinstance(grad.meta.get("role"), GradInput):
             comm = Comm("all_reduce", plan.sum_axes, "tp", (plan.fqn,), unit)
-            value = add(WAIT, add(REDUCE, value, "sum", layout.group_name(plan.sum_axes), comm=comm))
+            value = add(
+                WAIT, add(REDUCE, value, "sum", layout.group_name(plan.sum_axes), comm=comm)
+            )
         if variant == "none":
             return value
         if scatters:

@@ -59,7 +59,11 @@ class Found:
         ):
             for rank, (a, b) in enumerate(zip(found, wanted, strict=True)):
                 torch.testing.assert_close(
-                    a, b, rtol=1.3e-6, atol=1e-5, msg=lambda m, i=index, r=rank: f"output {i}, rank {r}: {m}"
+                    a,
+                    b,
+                    rtol=1.3e-6,
+                    atol=1e-5,
+                    msg=lambda m, i=index, r=rank: f"output {i}, rank {r}: {m}",
                 )
         assert self.grads.keys() == self.wanted_grads.keys()
         for fqn, values in self.grads.items():

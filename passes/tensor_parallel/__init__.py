@@ -12,13 +12,15 @@ are differentiable calls (``passes.tensor_parallel.functional``), so the joint t
                                           y = total(p)                  forward: all-reduce
                                           return add(x, y)
 
-It works in two walks. The first follows layouts through the graph: each operator has a rule that says which layouts it
-can work on (``passes.tensor_parallel.rules``). The second writes the local graph; a value is converted to a layout once,
-however many operators read it there. An operator without a rule gets whole inputs, and a :class:`Gathered` note says so.
+It works in two walks. The first (``follow``) follows layouts through the graph: each operator has a rule that says which
+layouts it can work on (``elementwise``, ``views``, ``products``; what a rule is: ``rule``). The second (``write``) writes
+the local graph; a value is converted to a layout once, however many operators read it there. An operator without a rule
+gets whole inputs, and a :class:`Gathered` note says so.
 """
 
 from __future__ import annotations
 
+from passes.tensor_parallel import elementwise, products, views  # noqa: F401  they register their rules
 from passes.tensor_parallel.layout import REPLICATED, Layout, sharded
 from passes.tensor_parallel.transform import (
     Boundary,

@@ -298,9 +298,7 @@ def dropout_attention(
     return weights @ value
 
 
-def whole_dropout(
-    value: Tensor, p: float, dim: int, blocks: int, size: int, group: str
-) -> Tensor:
+def whole_dropout(value: Tensor, p: float, dim: int, blocks: int, size: int, group: str) -> Tensor:
     """Dropout of a sharded value with the mask that the whole value would get.
 
     All ranks of the group draw the mask of the whole value, from equal generators, and each uses its part: the numbers

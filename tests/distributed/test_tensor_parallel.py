@@ -136,9 +136,7 @@ def run_rows(rank: int, world_size: int, labels: list[str]) -> dict[str, TrainRe
                 before_micro=before_micro,
             )
         if row.reduction in ("AR", "none"):  # no reduce-scatter of gradients exists
-            over_data = [
-                c for c in calls if c.kind == "reduce_scatter" and row.plan is MEGATRON
-            ]
+            over_data = [c for c in calls if c.kind == "reduce_scatter" and row.plan is MEGATRON]
             assert not over_data, label
     return results
 

@@ -1,4 +1,4 @@
-"""Unmodified Hugging Face models with their own tensor-parallel plan: the minimum of collectives, the numbers of one device."""
+"""Unmodified Hugging Face models with their own tensor-parallel plan: the fewest collectives, one device's numbers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ class TestCollectives(expecttest.TestCase):
 
     def test_llama(self) -> None:
         plan = check(model_of("Llama"))
-        self.assertExpectedInline(by_layer(plan), """\
+        self.assertExpectedInline(
+            by_layer(plan),
+            """\
 1 backward all_reduce lm_head
 2 backward all_reduce model.layers.*.mlp.gate_proj
 2 backward all_reduce model.layers.*.self_attn.q_proj
@@ -99,12 +101,15 @@ class TestCollectives(expecttest.TestCase):
 2 forward all_reduce (root)
 1 forward all_reduce model.embed_tokens
 2 forward all_reduce model.layers.*.mlp.down_proj
-2 forward all_reduce model.layers.*.self_attn.o_proj""")
+2 forward all_reduce model.layers.*.self_attn.o_proj""",
+        )
         assert plan.notes == ()
 
     def test_qwen3(self) -> None:
         plan = check(model_of("Qwen3", head_dim=8))
-        self.assertExpectedInline(by_layer(plan), """\
+        self.assertExpectedInline(
+            by_layer(plan),
+            """\
 1 backward all_reduce lm_head
 2 backward all_reduce model.layers.*.mlp.gate_proj
 2 backward all_reduce model.layers.*.self_attn.q_proj
@@ -112,12 +117,15 @@ class TestCollectives(expecttest.TestCase):
 2 forward all_reduce (root)
 1 forward all_reduce model.embed_tokens
 2 forward all_reduce model.layers.*.mlp.down_proj
-2 forward all_reduce model.layers.*.self_attn.o_proj""")
+2 forward all_reduce model.layers.*.self_attn.o_proj""",
+        )
         summed = [fqn for fqn, p in plan.params.items() if p.sum_axes]
         assert len(summed) == 4 and all(re.search("[qk]_norm.weight$", fqn) for fqn in summed)
 
     def test_mistral(self) -> None:
-        self.assertExpectedInline(by_layer(check(model_of("Mistral"))), """\
+        self.assertExpectedInline(
+            by_layer(check(model_of("Mistral"))),
+            """\
 1 backward all_reduce lm_head
 2 backward all_reduce model.layers.*.mlp.gate_proj
 2 backward all_reduce model.layers.*.self_attn.q_proj
@@ -125,11 +133,14 @@ class TestCollectives(expecttest.TestCase):
 2 forward all_reduce (root)
 1 forward all_reduce model.embed_tokens
 2 forward all_reduce model.layers.*.mlp.down_proj
-2 forward all_reduce model.layers.*.self_attn.o_proj""")
+2 forward all_reduce model.layers.*.self_attn.o_proj""",
+        )
 
     def test_phi3_gathers_its_fused_projections_as_its_plan_says(self) -> None:
         plan = check(model_of("Phi3", pad_token_id=0))
-        self.assertExpectedInline(by_layer(plan), """\
+        self.assertExpectedInline(
+            by_layer(plan),
+            """\
 2 backward all_gather model.layers.*.mlp.down_proj
 2 backward all_gather model.layers.*.self_attn.o_proj
 1 backward all_reduce lm_head
@@ -141,12 +152,17 @@ class TestCollectives(expecttest.TestCase):
 2 forward all_reduce (root)
 1 forward all_reduce model.embed_tokens
 2 forward all_reduce model.layers.*.mlp.down_proj
-2 forward all_reduce model.layers.*.self_attn.o_proj""")
-        assert "aten.chunk.default in model.layers.*.mlp, which has no rule" in "\n".join(plan.notes)
+2 forward all_reduce model.layers.*.self_attn.o_proj""",
+        )
+        assert "aten.chunk.default in model.layers.*.mlp, which has no rule" in "\n".join(
+            plan.notes
+        )
 
     def test_gpt2_fused_qkv(self) -> None:
         plan = check(model_of("GPT2"), GPT2_PLAN)
-        self.assertExpectedInline(by_layer(plan), """\
+        self.assertExpectedInline(
+            by_layer(plan),
+            """\
 1 backward all_reduce lm_head
 2 backward all_reduce transformer.h.*.attn.c_attn
 2 backward all_reduce transformer.h.*.mlp.c_fc
@@ -154,12 +170,15 @@ class TestCollectives(expecttest.TestCase):
 2 forward all_reduce (root)
 2 forward all_reduce transformer.h.*.attn.c_proj
 2 forward all_reduce transformer.h.*.mlp.c_proj
-1 forward all_reduce transformer.wte""")
+1 forward all_reduce transformer.wte""",
+        )
         assert plan.notes == ()
 
 
 def test_gpt2_has_no_plan_of_its_own() -> None:
-    with pytest.raises(PolicyError, match=r"'auto' takes the model's own plan, but GPT2LMHeadModel has none"):
+    with pytest.raises(
+        PolicyError, match=r"'auto' takes the model's own plan, but GPT2LMHeadModel has none"
+    ):
         check(model_of("GPT2"))
 
 

@@ -240,7 +240,9 @@ def test_mappings_are_read_as_given_and_frozen() -> None:
     assert "ep" not in policy.roles
     assert policy.roles.get("ep") is None
     assert policy.tp_plan["*.down"] == "rowwise"
-    assert policy == dataclasses.replace(policy, tp_plan={"*.down": "rowwise", "*.up": ColwiseParallel()})
+    assert policy == dataclasses.replace(
+        policy, tp_plan={"*.down": "rowwise", "*.up": ColwiseParallel()}
+    )
     assert list(policy.tp_plan) == ["*.down", "*.up"]
     assert repr(policy.roles) == "{'shard': ('dp', 'cp'), 'tp': ('tp',)}"
     assert policy.ep_plan == "auto"

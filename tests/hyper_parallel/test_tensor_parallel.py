@@ -32,7 +32,9 @@ from hyper_parallel.tensor_parallel import (
 from hyper_parallel.torch_compat.distributed import strided_shard
 
 
-def layout(shape: tuple[int, ...] = (2, 2), names: tuple[str, ...] = ("dp_shard", "tp")) -> MeshLayout:
+def layout(
+    shape: tuple[int, ...] = (2, 2), names: tuple[str, ...] = ("dp_shard", "tp")
+) -> MeshLayout:
     world = 1
     for size in shape:
         world *= size
@@ -112,7 +114,10 @@ def test_a_tied_parameter_is_known_by_its_first_name() -> None:
     assert resolved({"head": "colwise"}, model).placements == {"embed.weight": Shard(0)}
     both = {"head": "colwise", "embed": "embedding_rowwise"}
     assert resolved(both, model).placements == {"embed.weight": Shard(0)}
-    with pytest.raises(PolicyError, match=r"embed.weight is one parameter under several names.*S\(0\).*S\(1\)|S\(1\).*S\(0\)"):
+    with pytest.raises(
+        PolicyError,
+        match=r"embed.weight is one parameter under several names.*S\(0\).*S\(1\)|S\(1\).*S\(0\)",
+    ):
         resolved({"head": "colwise", "embed": "embedding_colwise"}, model)
 
 
@@ -160,7 +165,7 @@ def test_boundaries(style: Any, boundary: ModuleBoundary) -> None:
     [
         ({"*.qq": "colwise"}, r"Policy.tp_plan: '\*.qq' matches no module or parameter; "),
         ({"layers.0.k": "colwise"}, r"near it are layers.*layers.0"),
-        ({"layers.0.act": "colwise"}, r"the style 'colwise' cuts a matrix, but layers.0.act \(SiLU\) has no weight of its own"),
+        ({"layers.0.act": "colwise"}, r"'colwise' cuts a matrix, but layers.0.act \(SiLU\) has no weight of its own"),
         ({"layers.0": "rowwise"}, r"layers.0 \(Layer\) has no weight of its own; name the Linear or Embedding inside"),
         ({"layers.0.norm": "colwise"}, r"layers.0.norm \(LayerNorm\) has a weight of shape \(8,\)"),
         ({"embed": "packed_colwise"}, r"embed is an embedding, which has no packed weight"),
@@ -172,16 +177,22 @@ def test_errors(plan: Any, text: str) -> None:
         resolved(plan)
 
 
-@pytest.mark.parametrize(("names", "what"), [(("dp_shard", "cp"), "no dim"), (("dp", "cp"), "no dim")])
+@pytest.mark.parametrize(
+    ("names", "what"), [(("dp_shard", "cp"), "no dim"), (("dp", "cp"), "no dim")]
+)
 def test_a_mesh_without_tp(names: tuple[str, ...], what: str) -> None:
-    with pytest.raises(PolicyError, match=rf"Policy.tp_plan: the mesh .* has {what} with role tp; name one dim 'tp'"):
+    with pytest.raises(
+        PolicyError,
+        match=rf"Policy.tp_plan: the mesh .* has {what} with role tp; name one dim 'tp'",
+    ):
         resolved({"head": "colwise"}, names=names)
 
 
 def test_a_dim_that_does_not_divide() -> None:
     tp = resolved({"head": "colwise"}, shape=(1, 3))
     with pytest.raises(
-        PlacementError, match=r"head.weight: dim 0 of shape \(32, 8\) has 32 rows to cut over mesh dim 'tp' of size 3"
+        PlacementError,
+        match=r"head.weight: dim 0 of shape \(32, 8\) has 32 rows to cut over mesh dim 'tp' of size 3",
     ):
         plan_params(Model(), layout((1, 3)), Policy(), mp=tp.by_axis)
 
@@ -190,7 +201,10 @@ def test_the_models_own_plan() -> None:
     model: Any = Model()
     model._tp_plan = {"layers.*.q": "colwise", "head": "colwise_gather_output", "gone.*": "rowwise"}
     found = resolved("auto", model)
-    assert sorted(found.placements) == ["head.weight", *(f"layers.{i}.q.{n}" for i in (0, 1) for n in ("bias", "weight"))]
+    assert sorted(found.placements) == [
+        "head.weight",
+        *(f"layers.{i}.q.{n}" for i in (0, 1) for n in ("bias", "weight")),
+    ]
     model._tp_plan = {"gone.*": "rowwise"}
     with pytest.raises(PolicyError, match="matches no module"):
         resolved("auto", model)
@@ -238,7 +252,10 @@ def test_packed_weights_are_cut_again_on_another_dim() -> None:
     assert (weight.shard_dim, weight.reduction) == (0, "RS")
     assert (bias.shard_size, bias.reduction) == (1, "AR")
     assert "cuts it block by block, which leaves no dim to cut again" in bias.reason
-    with pytest.raises(PlacementError, match=r"fused.weight: shard_placement_fn returned Shard\(1\), but the tensor-parallel"):
+    with pytest.raises(
+        PlacementError,
+        match=r"fused.weight: shard_placement_fn returned Shard\(1\), but the tensor-parallel",
+    ):
         plan_params(
             Model(),
             layout(),

@@ -34,7 +34,9 @@ TP = ((2,), ("tp",))
 class Layer(nn.Module):
     """One pre-norm transformer layer, written in the operators that models use."""
 
-    def __init__(self, dim: int = 16, heads: int = 4, kv_heads: int = 2, bias: bool = False) -> None:
+    def __init__(
+        self, dim: int = 16, heads: int = 4, kv_heads: int = 2, bias: bool = False
+    ) -> None:
         super().__init__()
         self.head_dim = dim // heads
         self.norm1, self.norm2 = nn.RMSNorm(dim), nn.LayerNorm(dim)
@@ -60,7 +62,9 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Embedding, layers, norm and head; returns the loss and, if asked, the logits."""
 
-    def __init__(self, layers: int = 1, vocab: int = 20, logits: bool = False, **layer: Any) -> None:
+    def __init__(
+        self, layers: int = 1, vocab: int = 20, logits: bool = False, **layer: Any
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, 16, padding_idx=3)
         self.layers = nn.ModuleList(Layer(**layer) for _ in range(layers))
@@ -159,7 +163,9 @@ class TestCollectivesOfOneLayer(expecttest.TestCase):
 
     def test_tensor_parallel(self) -> None:
         plan = check(seeded(Model), MEGATRON, tokens)
-        self.assertExpectedInline(of_the_model(plan), """\
+        self.assertExpectedInline(
+            of_the_model(plan),
+            """\
 forward all_reduce embed
 forward all_reduce layers.0.o
 forward all_reduce layers.0.down
@@ -167,13 +173,16 @@ forward all_reduce (root)
 forward all_reduce (root)
 backward all_reduce head
 backward all_reduce layers.0.gate
-backward all_reduce layers.0.q""")
+backward all_reduce layers.0.q""",
+        )
         assert not [c for c in plan.collectives if c.purpose == "tp" and c.params]
         assert plan.notes == ()
 
     def test_sequence_parallel(self) -> None:
         plan = check(seeded(Model), SEQUENCE, tokens)
-        self.assertExpectedInline(of_the_model(plan), """\
+        self.assertExpectedInline(
+            of_the_model(plan),
+            """\
 forward reduce_scatter embed
 forward all_gather layers.0.q
 forward reduce_scatter layers.0.o
@@ -187,7 +196,8 @@ backward all_gather layers.0.down
 backward reduce_scatter layers.0.gate
 backward all_gather layers.0.o
 backward reduce_scatter layers.0.q
-backward all_gather embed""")
+backward all_gather embed""",
+        )
         summed = {f for c in plan.collectives if c.purpose == "tp" for f in c.params}
         assert summed == {f for f in plan.params if "norm" in f}
         assert {f for f, p in plan.params.items() if p.sum_axes} == summed
@@ -197,7 +207,9 @@ backward all_gather embed""")
         sent = {}
         for name, tp_plan in (("tp", MEGATRON), ("sp", SEQUENCE)):
             layers = (1, 2)
-            plans = [plan_of(seeded(lambda n=n: Model(n)), tp_plan, tuple(tokens(0))) for n in layers]
+            plans = [
+                plan_of(seeded(lambda n=n: Model(n)), tp_plan, tuple(tokens(0))) for n in layers
+            ]
             totals = [
                 sum(c.nbytes for c in plan.collectives if c.purpose == "tp" and not c.params)
                 for plan in plans
@@ -206,7 +218,9 @@ backward all_gather embed""")
         assert sent["tp"] == sent["sp"]
 
 
-@pytest.mark.parametrize("mesh", [TP, ((2, 2), ("tp", "dp_shard")), ((2, 2), ("dp_replicate", "tp"))])
+@pytest.mark.parametrize(
+    "mesh", [TP, ((2, 2), ("tp", "dp_shard")), ((2, 2), ("dp_replicate", "tp"))]
+)
 @pytest.mark.parametrize("tp_plan", [MEGATRON, SEQUENCE], ids=["tensor", "sequence"])
 def test_meshes(tp_plan: Any, mesh: Any) -> None:
     check(seeded(lambda: Model(bias=True)), tp_plan, tokens, mesh)
@@ -240,10 +254,17 @@ def test_loss_parallel_sees_no_full_vocabulary() -> None:
             if isinstance(value, Tensor):
                 assert 28 not in value.shape, node.format_node()
     kept = plan_of(
-        seeded(lambda: Model(vocab=28, logits=True)), MEGATRON, tuple(tokens(0, 28)), TP, loss_parallel=True
+        seeded(lambda: Model(vocab=28, logits=True)),
+        MEGATRON,
+        tuple(tokens(0, 28)),
+        TP,
+        loss_parallel=True,
     )
     shapes = [
-        tuple(n.meta["val"].shape) for g in kept.graphs.values() for n in g.graph.nodes if isinstance(n.meta.get("val"), Tensor)
+        tuple(n.meta["val"].shape)
+        for g in kept.graphs.values()
+        for n in g.graph.nodes
+        if isinstance(n.meta.get("val"), Tensor)
     ]
     assert not [shape for shape in shapes if 28 in shape]
     assert kept.fingerprint != plan.fingerprint
@@ -370,7 +391,9 @@ def test_dropout_draws_the_mask_of_one_device() -> None:
     class Dropped(Layer):
         def forward(self, x: Tensor) -> Tensor:
             n = self.norm1(x)
-            q, k, v = (f(n).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            q, k, v = (
+                f(n).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v)
+            )
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
             x = x + self.o(y.transpose(1, 2).flatten(2))
             return x + self.down(F.dropout(F.silu(self.gate(x)) * self.up(x), 0.5))
@@ -392,17 +415,29 @@ def test_unequal_packed_projection_is_gathered() -> None:
         q, k, v = h.split([8, 4, 4], -1)
         return q * torch.cat([k, v], -1)
 
-    check(seeded(lambda: Through(split, 16)), {"enter": style, "leave": "rowwise"}, vectors(2, 3, 6), TP)
+    check(
+        seeded(lambda: Through(split, 16)),
+        {"enter": style, "leave": "rowwise"},
+        vectors(2, 3, 6),
+        TP,
+    )
 
 
 def test_prepare_module_input_gathers_once() -> None:
     plan = check(
         seeded(Model),
-        {**SEQUENCE, "layers.*": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())},
+        {
+            **SEQUENCE,
+            "layers.*": PrepareModuleInput(
+                input_layouts=Shard(1), desired_input_layouts=Replicate()
+            ),
+        },
         tokens,
         TP,
     )
-    assert len([c for c in plan.collectives if c.kind == "all_gather" and c.phase == "forward"]) == 4
+    assert (
+        len([c for c in plan.collectives if c.kind == "all_gather" and c.phase == "forward"]) == 4
+    )
 
 
 def test_writing_into_a_cut_value_is_refused() -> None:
@@ -411,5 +446,8 @@ def test_writing_into_a_cut_value_is_refused() -> None:
         h[..., 1:3].mul_(0.5)
         return h
 
-    with pytest.raises(CaptureError, match=r"writes into a part of a value that the tensor-parallel plan cuts \(.*test_tensor_parallel"):
+    with pytest.raises(
+        CaptureError,
+        match=r"writes into a part of a value that the tensor-parallel plan cuts \(.*test_tensor_parallel",
+    ):
         plan_of(seeded(lambda: Through(write)), PAIR, (torch.randn(2, 3, 6),), TP)

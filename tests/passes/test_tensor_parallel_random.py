@@ -90,7 +90,10 @@ class MLP(nn.Module):
         super().__init__()
         self.kind = shape.mlp
         wide = 32 if shape.mlp == "packed" else 16
-        self.up, self.down = nn.Linear(DIM, wide, bias=shape.bias), nn.Linear(16, DIM, bias=shape.bias)
+        self.up, self.down = (
+            nn.Linear(DIM, wide, bias=shape.bias),
+            nn.Linear(16, DIM, bias=shape.bias),
+        )
         if shape.mlp == "gated":
             self.gate = nn.Linear(DIM, 16, bias=shape.bias)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 16)) if shape.scale else None
@@ -253,5 +256,3 @@ def test_a_few(shape: Shape, mesh: Any, plan: dict[str, Any], policy: dict[str, 
 def test_many(shape: Shape, mesh: Any, plan: dict[str, Any], policy: dict[str, Any]) -> None:
     hypothesis.note(f"HP_TP_SEED={SEED}")
     run_case(shape, mesh, plan, policy)
-
-
