@@ -350,6 +350,20 @@ def axes_of_group(name: object, layout: MeshLayout) -> tuple[str, ...] | None:
     return axes if known else None
 
 
+def rename_groups(gm: fx.GraphModule, old: MeshLayout, new: MeshLayout) -> None:
+    """Replaces the group aliases of one mesh by those of another with the same dims."""
+
+    def renamed(argument: Any) -> Any:
+        axes = axes_of_group(argument, old)
+        if axes is None:
+            return argument
+        return new.group_name(axes) + str(argument)[len(old.group_name(axes)) :]
+
+    for node in gm.graph.nodes:
+        if any(isinstance(a, str) for a in node.args):
+            node.args = tuple(renamed(a) if isinstance(a, str) else a for a in node.args)
+
+
 def is_collective(node: fx.Node) -> bool:
     """True for the start of a functional collective (not for its wait)."""
     return node.op == "call_function" and node.target in COLLECTIVES

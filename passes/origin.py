@@ -163,6 +163,10 @@ def _text(value: Any, of: Callable[[fx.Node], str]) -> str:
         return "[" + ",".join(_text(item, of) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{_text(value[k], of)}" for k in sorted(value)) + "}"
+    if isinstance(value, str) and value.startswith("hp:"):
+        return value.rpartition(":")[
+            0
+        ]  # mesh dims: which mesh is checked where the group is looked up
     if isinstance(value, slice):
         return f"slice({_text((value.start, value.stop, value.step), of)})"
     return repr(value)

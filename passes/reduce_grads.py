@@ -154,17 +154,24 @@ def _reduce_one(
         def add(target: Callable[..., Any], *args: Any, comm: Comm | None = None) -> fx.Node:
             return emit(graph, target, *args, comm=comm)
 
-        scatters = variant in ("sync", "scatter") and plan.shard_size > 1
-        value = pack(add, grad, plan) if scatters else grad
-        if value.meta["val"].dtype != wire:
-            value = add(convert, value, wire)
-        if variant not in ("none", "replicate") and scale.pre != 1.0:
-            value = add(aten.div.Tensor, value, scale.pre)
-        if layout.size(plan.sum_axes) > 1 and not isinstance(grad.meta.get("role"), GradInput):
+        def prepared(value: fx.Node) -> fx.Node:
+            if value.meta["val"].dtype != wire:
+                value = add(convert, value, wire)
+            if variant not in ("none", "replicate") and scale.pre != 1.0:
+                value = add(aten.div.Tensor, value, scale.pre)
+            return value
+
+        value = grad
+        sums = layout.size(plan.sum_axes) > 1 and not isinstance(grad.meta.get("role"), GradInput)
+        if sums:  # before packing: padding has no terms
             comm = Comm("all_reduce", plan.sum_axes, "tp", (plan.fqn,), unit)
-            value = add(
-                WAIT, add(REDUCE, value, "sum", layout.group_name(plan.sum_axes), comm=comm)
-            )
+            group = layout.group_name(plan.sum_axes)
+            value = add(WAIT, add(REDUCE, prepared(value), "sum", group, comm=comm))
+        scatters = variant in ("sync", "scatter") and plan.shard_size > 1
+        if scatters:
+            value = pack(add, value, plan)
+        if not sums:
+            value = prepared(value)
         if variant == "none":
             return value
         if scatters:

@@ -21,7 +21,7 @@ from hyper_parallel.errors import HPCompileError, MeshError, PolicyError
 from hyper_parallel.mesh import MeshLayout, infer_roles
 from hyper_parallel.plan import ParamPlan, plan_param
 from hyper_parallel.policy import Policy
-from passes.base import info, set_info
+from passes.base import info, rename_groups, set_info
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def replan(plan: Plan, sizes: Mapping[str, int]) -> Plan:
     params = {fqn: _plan_again(p, plan, layout) for fqn, p in plan.params.items()}
     gm = copy.deepcopy(program.captured.gm)
     set_info(gm, replace(info(gm), layout=layout, params=params))
+    rename_groups(gm, plan.layout, layout)
     again = Program(
         replace(program.captured, gm=gm),
         program.signature,

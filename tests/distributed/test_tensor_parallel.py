@@ -90,6 +90,15 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 
+EIGHT = {
+    "replicas×shards×tp": Row((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), SEQUENCE, {}, "RS+AR"),
+    "smaller groups": Row(
+        (4, 2), ("dp_shard", "tp"), VOCABULARY, {"reshard_after_forward": 2}, "RS"
+    ),
+}
+ROWS.update(EIGHT)
+
+
 def data_rank(mesh: Any, row: Row) -> tuple[int, int]:
     """Which part of the data this rank sees, of how many."""
     at, count = 0, 1
@@ -147,7 +156,7 @@ def run_rows(rank: int, world_size: int, labels: list[str]) -> dict[str, TrainRe
     [
         ["dp×tp", "vocabulary", "sequence"],
         pytest.param(
-            [label for label in ROWS if label not in ("dp×tp", "vocabulary", "sequence")],
+            [label for label in ROWS if label not in ("dp×tp", "vocabulary", "sequence", *EIGHT)],
             marks=pytest.mark.slow,
         ),
     ],
@@ -160,6 +169,15 @@ def test_rows(labels: list[str]) -> None:
         result = merge_ranks([ranks[label] for ranks in by_rank])
         expected = train_unsharded("lm", data_ranks(row), row.options)
         assert_same(result, expected, **TOLERANCE)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_eight_ranks() -> None:
+    by_rank = run_ranks(run_rows, 8, list(EIGHT), timeout=1200)
+    for label, row in EIGHT.items():
+        result = merge_ranks([ranks[label] for ranks in by_rank])
+        assert_same(result, train_unsharded("lm", data_ranks(row), row.options), **TOLERANCE)
 
 
 # ------------------------------------------------------------------ PyTorch's own
