@@ -3,6 +3,7 @@
 from hp_compile.api import plan, shard, verify
 from hp_compile.module import ShardedModule
 from hp_compile.plan import Collective, Plan
+from hp_compile.safetensors_io import load_safetensors, save_safetensors
 from hyper_parallel.errors import (
     CaptureError,
     HPCompileError,
@@ -32,7 +33,9 @@ __all__ = [
     "VerificationError",
     "clip_grad_norm_",
     "get_total_norm",
+    "load_safetensors",
     "plan",
+    "save_safetensors",
     "shard",
     "verify",
 ]

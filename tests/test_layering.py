@@ -4,7 +4,8 @@
     passes           also hyper_parallel
     hp_compile       also passes; tomli stands in for tomllib on Python 3.10
     hp_compile.cli   also typer, rich and transformers; nothing imports it but `__main__`
-    hp_compile.cost  also sympy; hp_compile.page also jinja2 and bokeh, when a page is rendered
+    hp_compile.cost  also sympy; hp_compile.page also jinja2 and bokeh, when a page is rendered;
+                     hp_compile.safetensors_file also safetensors, when a file is read
 
 Only `hyper_parallel/torch_compat` touches a name of torch that starts with an underscore,
 `torch.fx.experimental`, functorch, or the insides of a DTensor. Operators are no private API:
@@ -36,6 +37,7 @@ EXTRA = {
     "hp_compile.__main__": {"typer", "rich", "transformers"},
     "hp_compile.cost": {"sympy"},
     "hp_compile.page": {"jinja2", "bokeh"},
+    "hp_compile.safetensors_file": {"safetensors"},
 }
 PACKAGES = [package for package in ALLOWED if (ROOT / package).is_dir()]
 SCRIPTS = ("examples", "benchmarks")  # any import they like, but no private torch
@@ -178,6 +180,7 @@ def test_layers_and_private_torch() -> None:
         ("passes.bucket", "from torch.fx.experimental import proxy_tensor", "only hyper"),
         ("passes.bucket", "import torch\ntorch._C._x()", "torch._C._x"),
         ("hp_compile.api", "import functorch", "imports functorch"),
+        ("hp_compile.api", "import safetensors", "imports safetensors"),
         ("hp_compile.api", "dist.distributed_c10d._world", "distributed_c10d._world"),
         ("hp_compile.api", "importlib.import_module('torch._dynamo')", "torch._dynamo"),
         ("hp_compile.api", "x._local_tensor", "uses _local_tensor"),
