@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from hyper_parallel import MeshLayout
 
 SKIPPED = {
     "__pycache__",
@@ -36,6 +39,22 @@ def standard_library(limit: int = 4_000_000) -> Tensor:
             if len(text) >= limit:
                 return torch.frombuffer(text, dtype=torch.uint8)[:limit]
     return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
+    """Number of this rank among those that see different data, and how many these are.
+
+    Ranks that differ in a tp dim only share their data.
+
+    Args:
+        mesh: A mesh whose dims have roles.
+    """
+    layout = MeshLayout.from_mesh(mesh)
+    at, count = 0, 1
+    for name, size, index in zip(layout.dim_names, layout.shape, layout.coordinate, strict=True):
+        if name in layout.batch_dims:
+            at, count = at * size + index, count * size
+    return at, count
 
 
 class Batches:

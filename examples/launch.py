@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def launch(script: str, argv: Sequence[str], processes: int) -> int:
@@ -28,7 +29,7 @@ def launch(script: str, argv: Sequence[str], processes: int) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         why = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else failure.signal_name()
-        print(f"train.py: rank {rank} ended first, with {why}", file=sys.stderr)
+        print(f"{Path(script).name}: rank {rank} ended first, with {why}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1
     except SignalException as error:
         return 128 + int(error.sigval)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +87,16 @@ class ByteLM(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    # How tensor parallelism cuts the model (`--tp-plan auto`): heads, hidden features, and the vocabulary.
+    _tp_plan: ClassVar[dict[str, str]] = {
+        "embed": "embedding_rowwise",
+        "blocks.*.attention.[qkv]": "colwise",
+        "blocks.*.attention.o": "rowwise",
+        "blocks.*.mlp.gate": "colwise",
+        "blocks.*.mlp.up": "colwise",
+        "blocks.*.mlp.down": "rowwise",
+        "head": "colwise",
+    }
 
     def __init__(self, config: ByteLMConfig) -> None:
         super().__init__()

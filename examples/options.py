@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
@@ -28,6 +29,7 @@ class Options:
     mesh: tuple[tuple[str, int], ...] | None
     dp_replicate_size: int | None
     ranks: int | None
+    tp_plan: str | None
     steps: int
     batch_size: int
     seq_len: int
@@ -136,9 +138,14 @@ def _parser(quiet: bool) -> argparse.ArgumentParser:
     add("--batch-size", type=_at_least(1), default=4, help="sequences per rank and micro-batch")
     add("--seq-len", type=_at_least(2), default=128, help="bytes per sequence")
     add = parser.add_argument_group("parallelism").add_argument
-    add("--mesh", type=_mesh, default=None, help="mesh dims, e.g. dp_replicate=2,dp_shard=2")
+    add("--mesh", type=mesh_dims, default=None, help="mesh dims, e.g. dp_replicate=2,dp_shard=2")
     add("--dp-replicate-size", type=_at_least(1), default=None, help="short form of --mesh")
     add("--ranks", type=_at_least(1), default=None, help="ranks to start without torchrun")
+    add(
+        "--tp-plan",
+        default=None,
+        help="how a tp dim of --mesh cuts the model: auto (the model's own plan), or a JSON file with styles by glob",
+    )
     add(
         "--zero",
         type=int,
@@ -185,7 +192,27 @@ def _positive(text: str) -> float:
     return value
 
 
-def _mesh(text: str) -> tuple[tuple[str, int], ...]:
+def tp_plan(name: str | None) -> str | dict[str, str] | None:
+    """The value of `--tp-plan` as `Policy(tp_plan=...)` takes it.
+
+    Raises:
+        UsageError: The file cannot be read, or is no JSON object of texts.
+    """
+    if name is None or name == "auto":
+        return name
+    try:
+        found = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--tp-plan {name}: neither auto nor a JSON file: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        raise UsageError(
+            f'--tp-plan {name}: expected an object such as {{"*.q_proj": "colwise", "*.o_proj": "rowwise"}}'
+        )
+    return found
+
+
+def mesh_dims(text: str) -> tuple[tuple[str, int], ...]:
+    """Reads names and sizes of mesh dims, as the type of a flag."""
     dims = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9]\d*)\s*", part)

@@ -2,6 +2,7 @@
 
     python examples/train.py --mesh dp_replicate=2,dp_shard=2 --steps 60 --compare
     torchrun --standalone --nproc-per-node 4 examples/train.py --model hf:llama --zero 2
+    python examples/train.py --mesh dp_shard=2,tp=2 --tp-plan auto --compare
 
 Prints the plan and its proof, trains with a progress bar, and writes into `--output`: `options.json`,
 `plan.txt`, `metrics.jsonl`, `loss.png` and checkpoints that `--resume` continues from, bit for bit.
@@ -17,7 +18,7 @@ import warnings
 from types import FrameType
 
 from launch import launch
-from options import Options, UsageError, parse
+from options import Options, UsageError, parse, tp_plan
 
 INTERRUPTED = 130
 
@@ -48,19 +49,7 @@ def check(options: Options, mesh: tuple[tuple[str, int], ...]) -> None:
     """
     import torch
 
-    from hyper_parallel import infer_roles
-    from hyper_parallel.errors import MeshError
-
-    try:
-        names, roles = infer_roles([name for name, _ in mesh], [size for _, size in mesh])
-    except MeshError as error:
-        raise UsageError(f"--mesh: {error}") from error
-    other = [name for name in names if not {"replicate", "shard"} & set(roles.of(name))]
-    if other:
-        raise UsageError(
-            f"--mesh: {other[0]} is a {roles.of(other[0])[0]} dim, and this script trains with "
-            "replicate and shard dims only; use dp_replicate and dp_shard"
-        )
+    check_mesh(mesh, options.tp_plan)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu")
     if options.model.startswith("hf:"):
@@ -71,6 +60,38 @@ def check(options: Options, mesh: tuple[tuple[str, int], ...]) -> None:
                 f"--model {options.model} needs transformers: pip install 'hyper-parallel[hf]'"
             ) from error
     _check_output(options)
+
+
+def check_mesh(mesh: tuple[tuple[str, int], ...], plan: str | None) -> None:
+    """Checks that these scripts can train on a mesh.
+
+    Args:
+        mesh: Names and sizes of its dims.
+        plan: Value of `--tp-plan`.
+
+    Raises:
+        UsageError: A dim has no role that they know, or a plan and a tp dim are not given together.
+    """
+    from hyper_parallel import infer_roles
+    from hyper_parallel.errors import MeshError
+
+    try:
+        names, roles = infer_roles([name for name, _ in mesh], [size for _, size in mesh])
+    except MeshError as error:
+        raise UsageError(f"--mesh: {error}") from error
+    other = [name for name in names if not {"replicate", "shard", "tp"} & set(roles.of(name))]
+    if other:
+        raise UsageError(
+            f"--mesh: {other[0]} is a {roles.of(other[0])[0]} dim, and this script trains with "
+            "replicate, shard and tp dims only; use dp_replicate, dp_shard and tp"
+        )
+    if roles.tp and plan is None:
+        raise UsageError(
+            f"--mesh: {roles.tp[0]} is a tp dim; say how it cuts the model with --tp-plan auto"
+        )
+    if plan is not None and not roles.tp:
+        raise UsageError("--tp-plan: the mesh has no tp dim; use e.g. --mesh dp_shard=2,tp=2")
+    tp_plan(plan)
 
 
 def _check_output(options: Options) -> None:

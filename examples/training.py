@@ -13,9 +13,9 @@ import compare
 import metrics
 import torch
 import torch.distributed as dist
-from data import Batches, standard_library
+from data import Batches, data_rank, standard_library
 from models import build_model, call_arguments, next_byte_loss
-from options import Options
+from options import Options, tp_plan
 from rich.console import Console
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +28,7 @@ class Run:
 
     Args:
         options: The run.
-        mesh: Names and sizes of the mesh dims; all of them carry data.
+        mesh: Names and sizes of the mesh dims; all of them but tp carry data.
     """
 
     def __init__(self, options: Options, mesh: tuple[tuple[str, int], ...]) -> None:
@@ -44,6 +44,7 @@ class Run:
             tuple(size for _, size in mesh),
             mesh_dim_names=tuple(name for name, _ in mesh),
         )
+        self.data_rank, self.data_ranks = data_rank(self.mesh)
         self.policy = _policy(options)
         model = build_model(
             options.model,
@@ -170,7 +171,7 @@ class Run:
                 self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
             tokens, targets = self.batches.take(
-                options.batch_size, self.rank, self.ranks, self.device
+                options.batch_size, self.data_rank, self.data_ranks, self.device
             )
             output = self.model(**call_arguments(options.model, tokens))
             loss = next_byte_loss(output, targets) / options.grad_accum
@@ -182,7 +183,8 @@ class Run:
         loss_value = _over_ranks(total, dist.ReduceOp.SUM) / self.ranks
         memory = torch.tensor(metrics.peak_memory_mb(self.device), device=self.device)
         seconds = time.perf_counter() - began
-        tokens_a_step = options.batch_size * options.seq_len * options.grad_accum * self.ranks
+        sequences = options.batch_size * options.grad_accum * self.data_ranks
+        tokens_a_step = sequences * options.seq_len
         return {
             "step": step + 1,
             "loss": loss_value,
@@ -212,7 +214,7 @@ class Run:
             with metrics.Meter(self.console, options.steps, 0, "unsharded") as meter:
                 reference = compare.unsharded_losses(
                     options,
-                    self.ranks,
+                    self.data_ranks,
                     self.device,
                     lambda step, loss: meter.step({"step": step, "loss": loss}, "unsharded"),
                 )
@@ -240,7 +242,7 @@ def _device(name: str) -> torch.device:
 
 
 def _policy(options: Options) -> hp_compile.Policy:
-    fields: dict[str, Any] = {"backend": options.backend}
+    fields: dict[str, Any] = {"backend": options.backend, "tp_plan": tp_plan(options.tp_plan)}
     if options.precision == "bf16":
         fields["mp_policy"] = hp_compile.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
