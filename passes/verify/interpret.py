@@ -66,6 +66,7 @@ TAKE_CHUNK = torch.ops.hyper_parallel.take_chunk.default
 LOCAL_IDS = torch.ops.hyper_parallel.local_ids.default
 _WEIGHT_COPIES = COPIES | {convert, aten._to_copy.default}
 _ORDER = "RSV"
+_SIZES = frozenset({aten.sym_size.int, aten.sym_numel.default})
 
 
 class Interpreter:
@@ -246,7 +247,14 @@ class Interpreter:
             states.append(self._own())
         if not states:
             return self._constant("R")
-        return tuple(max(column, key=_ORDER.index) for column in zip(*states, strict=True))
+        joined = tuple(max(column, key=_ORDER.index) for column in zip(*states, strict=True))
+        if node.target not in _SIZES:
+            return joined
+        # Only batches differ in size: what tp cuts, it cuts into equal parts.
+        batch = self.program.layout.batch_dims
+        return tuple(
+            s if axis in batch else "R" for axis, s in zip(self.axes, joined, strict=True)
+        )
 
     def _computed(self, node: fx.Node) -> Value:
         weight = None
