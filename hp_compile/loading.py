@@ -7,15 +7,17 @@ beside what the caller holds, and loading into a submodule works too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hp_compile.state import ParamState
-from hyper_parallel.torch_compat.distributed import local_tensor
+from hyper_parallel.errors import HPCompileError
+from hyper_parallel.torch_compat.distributed import local_tensor, split_factor_of
 from hyper_parallel.torch_compat.eager import register_load_state_dict_pre_hook
 
 
@@ -39,6 +41,9 @@ def attach(model: nn.Module, states: Mapping[str, ParamState]) -> None:
     _attach_check(model, everywhere)
     for owner, entries in by_owner.items():
         _attach_conversion(owner, entries)
+        packed = [(name, state) for name, state in entries if is_packed(state)]
+        if packed:
+            _attach_refusal(owner, packed)
 
 
 def _attach_check(model: nn.Module, entries: Sequence[tuple[str, ParamState]]) -> None:
@@ -67,6 +72,39 @@ def _attach_conversion(owner: nn.Module, entries: Sequence[tuple[str, ParamState
 
     register_load_state_dict_pre_hook(owner, convert)
     owner.register_load_state_dict_post_hook(tie)
+
+
+def is_packed(state: ParamState) -> bool:
+    """Whether tensor parallelism takes a slice of every block of the parameter, so that a rank's rows are not one range."""
+    return any(split_factor_of(p) > 1 for p in state.plan.unsharded_placements)
+
+
+def _attach_refusal(owner: nn.Module, entries: Sequence[tuple[str, ParamState]]) -> None:
+    """Makes ``torch.distributed.checkpoint`` refuse packed parameters.
+
+    It notes one offset and one size for each rank's slice of a DTensor, which several ranges do not fit into: a load would
+    take the wrong rows without a word. A DTensor asks its local tensor first how it is to be saved and loaded.
+    """
+
+    def refuse(owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, _state in entries:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, DTensor) and value is not owner._parameters.get(name):
+                local = local_tensor(value)
+                for method in _CHECKPOINT_METHODS:
+                    setattr(local, method, functools.partial(_refused, prefix + name))
+
+    owner.register_state_dict_post_hook(refuse)
+
+
+_CHECKPOINT_METHODS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+
+
+def _refused(key: str, *_: Any) -> NoReturn:
+    raise HPCompileError(
+        f"{key}: tensor parallelism cuts every block of this packed weight, and torch.distributed.checkpoint knows one range "
+        "of rows a rank only; use hp_compile.save_safetensors and load_safetensors, or a full state dict"
+    )
 
 
 def check_shape(key: str, value: torch.Tensor, state: ParamState) -> None:

@@ -13,7 +13,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
@@ -214,6 +220,31 @@ def assert_losses(by_rank: list[list[float]], expected: list[float]) -> None:
     # The ranks of tp have equal losses, so that the mean over all ranks is the mean over the data.
     mean = [sum(values) / len(by_rank) for values in zip(*by_rank, strict=True)]
     assert mean == pytest.approx(expected, rel=1e-5)
+
+
+def refused(rank: int, world_size: int, folder: str) -> None:
+    dcp.save({"model": PACKED.make(3).state_dict()}, checkpoint_id=folder)
+    model = shard(PACKED, (2,), ("tp",), tp_plan=PACKED_PLAN)
+    before = full_weights(model)
+    message = r"gate_up\.\w+: tensor parallelism cuts every block of this packed weight"
+    for attempt in (
+        lambda: dcp.load({"model": model.state_dict()}, checkpoint_id=folder),
+        lambda: dcp.save({"model": model.state_dict()}, checkpoint_id=folder + "2"),
+        lambda: dcp.save({"model": get_state_dict(model, ())[0]}, checkpoint_id=folder + "2"),
+    ):
+        with pytest.raises(CheckpointException, match=message):
+            attempt()
+    assert all(torch.equal(v, before[n]) for n, v in full_weights(model).items())
+    # Full state dicts have no ranges.
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(v, before[n]) for n, v in whole.items())
+    model.load_state_dict(PACKED.make(3).state_dict())
+    assert_equal_state(model, PACKED.make(3).state_dict(), "full")
+
+
+@pytest.mark.dist
+def test_packed_weights_are_refused_by_checkpoints_not_garbled(tmp_path: Path) -> None:
+    run_ranks(refused, 2, str(tmp_path / "checkpoint"))
 
 
 # ------------------------------------------------------------------ norms, replicas
