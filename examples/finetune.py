@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+HELD_OUT = 100_000  # bytes at the end of the text that are not trained on
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """One run, as the command line describes it. Field names are the names of the flags."""
@@ -109,6 +112,7 @@ class Finetuning:
     """
 
     def __init__(self, options: Options) -> None:
+        import torch
         import torch.distributed as dist
         from data import Batches, data_rank, standard_library
         from torch.distributed.device_mesh import init_device_mesh
@@ -120,7 +124,10 @@ class Finetuning:
         sizes = tuple(size for _, size in options.mesh)
         self.mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         self.data_rank, self.data_ranks = data_rank(self.mesh)
-        self.batches = Batches(standard_library(), options.seq_len, options.seed)
+        text = standard_library()
+        self.batches = Batches(text[:-HELD_OUT], options.seq_len, options.seed)
+        held_out = Batches(text[-HELD_OUT:], options.seq_len, options.seed)
+        self.held_out = held_out.take(16, 0, 1, torch.device("cpu"))
         self.checkpoint = options.checkpoint or self._make_checkpoint()
 
     def main(self) -> int:
@@ -137,27 +144,34 @@ class Finetuning:
             f"{trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained, on "
             + " x ".join(f"{name}={size}" for name, size in self.options.mesh)
         )
+        plan = model.plan(**_arguments(torch.zeros(1, self.options.seq_len, dtype=torch.int64)))
+        plan.verify()
+        self._say(
+            f"proved: every gradient is reduced exactly once over every mesh dim, by "
+            f"{len(plan.collectives)} collectives a step"
+        )
         before = {name: _digest(param) for name, param in frozen.items()}
-        losses = self._train(model)
+        start = self._loss(model)
+        self._train(model)
+        end = self._loss(model)
         changed = [name for name, param in frozen.items() if _digest(param) != before[name]]
         self._say(
-            f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; {len(frozen) - len(changed)} of {len(frozen)} frozen "
+            f"loss on held-out text {start:.3f} -> {end:.3f}; {len(frozen) - len(changed)} of {len(frozen)} frozen "
             "parameters are bit for bit as they were"
         )
         from lora import merge
 
-        tokens, _ = self.batches.take(2, 0, 1, torch.device("cpu"))
-        ours = _logits(model, tokens)
+        ours = _logits(model, self.held_out[0])
         output = self.options.output
         hp_compile.save_safetensors(model, output / "adapters", keys=adapters)
         merge(model)
         base = [name for name in model.state_dict() if name not in set(adapters)]
         hp_compile.save_safetensors(model, output / "merged", keys=base)
-        good = not changed and losses[-1] < losses[0]
+        good = not changed and end < start
         if self.first:
             config: Any = model.config
             config.save_pretrained(output / "merged")
-            good = self._reload(tokens, ours) and good
+            good = self._reload(ours) and good
         dist.barrier()
         dist.destroy_process_group()
         return 0 if good else 1
@@ -176,7 +190,7 @@ class Finetuning:
         dist.barrier()
         return folder
 
-    def _load(self) -> tuple[nn.Module, list[str]]:
+    def _load(self) -> tuple[Any, list[str]]:
         """The sharded model, its frozen weights read in slices; and the names of the adapters."""
         import torch
         import transformers
@@ -201,7 +215,7 @@ class Finetuning:
         model.load_state_dict(initial_adapters(model, options.seed), strict=False, assign=True)
         return model, adapters
 
-    def _train(self, model: nn.Module) -> list[float]:
+    def _train(self, model: nn.Module) -> None:
         import torch
         import torch.distributed as dist
         from models import next_byte_loss
@@ -211,24 +225,28 @@ class Finetuning:
         options = self.options
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=options.lr)
-        losses = []
         for step in range(options.steps):
             tokens, targets = self.batches.take(
                 options.batch_size, self.data_rank, self.data_ranks, torch.device("cpu")
             )
-            loss = next_byte_loss(model(input_ids=tokens, use_cache=False), targets)
+            loss = next_byte_loss(model(**_arguments(tokens)), targets)
             loss.backward()
             hp_compile.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             optimizer.zero_grad()
             mean = loss.detach()
             dist.all_reduce(mean)
-            losses.append(mean.item() / dist.get_world_size())
             if step % max(1, options.steps // 10) == 0 or step == options.steps - 1:
-                self._say(f"step {step + 1:>4}/{options.steps}  loss {losses[-1]:.3f}")
-        return losses
+                value = mean.item() / dist.get_world_size()
+                self._say(f"step {step + 1:>4}/{options.steps}  loss {value:.3f}")
 
-    def _reload(self, tokens: torch.Tensor, ours: torch.Tensor) -> bool:
+    def _loss(self, model: nn.Module) -> float:
+        from models import next_byte_loss
+
+        tokens, targets = self.held_out
+        return next_byte_loss(_logits(model, tokens), targets).item()
+
+    def _reload(self, ours: torch.Tensor) -> bool:
         """Loads what was saved on one rank with transformers, and compares logits."""
         import transformers
         from lora import add_adapters
@@ -240,7 +258,9 @@ class Finetuning:
         add_adapters(base, options.targets, options.rank, options.alpha)
         adapters = load_file(output / "adapters" / "model.safetensors")
         assert not base.load_state_dict(adapters, strict=False).unexpected_keys
-        gaps = [(_logits(other, tokens) - ours).abs().max().item() for other in (merged, base)]
+        gaps = [
+            (_logits(other, self.held_out[0]) - ours).abs().max().item() for other in (merged, base)
+        ]
         scale = ours.abs().max().item()
         self._say(
             f"loaded with transformers: logits of the merged model differ by {gaps[0]:.1e}, of base and adapters by "
@@ -257,7 +277,12 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     import torch
 
     with torch.no_grad():
-        return model(input_ids=tokens, use_cache=False).logits
+        return model(**_arguments(tokens)).logits
+
+
+def _arguments(tokens: torch.Tensor) -> dict[str, Any]:
+    """Of a call of a Hugging Face model."""
+    return {"input_ids": tokens, "use_cache": False}
 
 
 def _digest(param: Any) -> str:

@@ -301,10 +301,8 @@ def _fill(state: ParamState, rows: torch.Tensor) -> None:
         (param if state.plan.ignored else local_tensor(param)).copy_(rows)
         return
     rows = rows.to(param.dtype)
-    if state.plan.ignored:
-        value = rows.to(state.home.device, copy=True)
-    else:
-        value = state.to_dtensor(state.place(rows))
+    rows = state.place(rows)
+    value = rows if state.plan.ignored else state.to_dtensor(rows)
     filled = nn.Parameter(value, param.requires_grad)
     vars(filled).update(vars(param))
     torch.utils.swap_tensors(param, filled)  # an optimizer may hold the parameter already

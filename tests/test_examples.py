@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "train.py"
+FINETUNE = ROOT / "examples" / "finetune.py"
 SMALL = (
     "--dim",
     "32",
@@ -31,9 +33,11 @@ SMALL = (
 )
 
 
-def start(*flags: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+def start(
+    *flags: str, cwd: Path, script: Path = SCRIPT, **environment: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *flags],
+        [sys.executable, str(script), *flags],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         text=True,
@@ -43,8 +47,10 @@ def start(*flags: str, cwd: Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def train(*flags: str, cwd: Path, code: int = 0, **environment: str) -> tuple[str, str]:
-    process = start(*flags, cwd=cwd, **environment)
+def train(
+    *flags: str, cwd: Path, code: int = 0, script: Path = SCRIPT, **environment: str
+) -> tuple[str, str]:
+    process = start(*flags, cwd=cwd, script=script, **environment)
     try:
         output, errors = process.communicate(timeout=800)
     finally:
@@ -71,7 +77,18 @@ def losses(folder: Path) -> list[tuple[int, float]]:
         (["--dp-replicate-size", "3", "--ranks", "4"], {}, "use one of 1, 2, 4"),
         (["--dp-replicate-size", "0"], {}, "expected 1 or more, got 0"),
         (["--mesh", "rows=2,columns=2"], {}, "--mesh: "),
-        (["--mesh", "dp_shard=2,tp=2"], {}, "tp is a tp dim"),
+        (
+            ["--mesh", "dp_shard=2,tp=2"],
+            {},
+            "tp is a tp dim; say how it cuts the model with --tp-plan",
+        ),
+        (["--mesh", "dp_shard=2,ep=2"], {}, "ep is a ep dim"),
+        (["--mesh", "dp_shard=2", "--tp-plan", "auto"], {}, "--tp-plan: the mesh has no tp dim"),
+        (
+            ["--mesh", "tp=2", "--tp-plan", "no.json"],
+            {},
+            "--tp-plan no.json: neither auto nor a JSON",
+        ),
         (["--steps", "0"], {}, "--steps: expected 1 or more"),
         (["--lr", "-1"], {}, "--lr: expected a number above 0"),
         (["--model", "hf:bert"], {}, "--model: invalid choice"),
@@ -163,6 +180,63 @@ def test_resumed_run_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path) -> N
     one = ("--ranks", "1", "--grad-accum", "2", *SMALL, "--batch-size", "4", "--steps", "8")
     output, _ = train(*one, "--resume", "--compare", "--output", "whole", cwd=tmp_path)
     assert "equal: largest relative" in output and "of 8 compared" in output
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_tensor_parallel_run_equals_the_unsharded_one_and_goes_on_without(tmp_path: Path) -> None:
+    small = (*SMALL, "--dim", "128", "--output", "run")  # four heads and two of keys and values
+    flags = ("--mesh", "dp_shard=2,tp=2", "--tp-plan", "auto", "--compare")
+    output, _ = train(*flags, *small, "--steps", "3", cwd=tmp_path)
+    assert "proved" in output and "equal: largest relative" in output and "of 3 compared" in output
+    assert "no rule for parts" not in output  # everything runs on parts
+    # 2 data ranks x 2 sequences are 1 x 4; the ranks of tp share theirs.
+    one = ("--ranks", "1", "--batch-size", "4", "--resume", "--compare", "--steps", "4")
+    output, _ = train(*small, *one, cwd=tmp_path)
+    assert "resumed from run/checkpoints/step_000003" in output
+    assert "equal: largest relative" in output and "of 4 compared" in output
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_plan_from_a_file_cuts_a_hugging_face_model(tmp_path: Path) -> None:
+    plan = {
+        "*.q_proj": "colwise",
+        "*.k_proj": "colwise",
+        "*.v_proj": "colwise",
+        "*.o_proj": "rowwise",
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan), "utf-8")
+    flags = ("--model", "hf:llama", "--mesh", "tp=2", "--tp-plan", "plan.json", "--compare")
+    output, _ = train(*flags, *SMALL, "--dim", "128", "--steps", "2", cwd=tmp_path)
+    assert "equal: largest relative" in output and "of 2 compared" in output
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_finetuning_learns_keeps_the_base_and_is_read_by_transformers(tmp_path: Path) -> None:
+    flags = ("--mesh", "dp_shard=2,tp=2", "--tp-plan", "auto", "--steps", "8", "--seq-len", "32")
+    output, _ = train(*flags, "--output", "tuned", cwd=tmp_path, script=FINETUNE)
+    assert "7,168 of 138,560 parameters are trained" in output
+    assert "21 of 21 frozen parameters are bit for bit as they were" in output
+    assert "loaded with transformers: logits of the merged model differ by" in output
+    assert (tmp_path / "tuned" / "merged" / "config.json").is_file()
+    assert (tmp_path / "tuned" / "adapters" / "model.safetensors").stat().st_size < 40_000
+    # What it wrote is a checkpoint to start from, on another mesh.
+    again = ["--checkpoint", "tuned/merged", "--mesh", "dp_shard=2", "--steps", "8", "--lr", "3e-3"]
+    again += ["--seq-len", "32", "--output", "again"]
+    continued, _ = train(*again, cwd=tmp_path, script=FINETUNE)
+    losses = [
+        loss
+        for text in (output, continued)
+        for loss in map(float, re.findall(r"held-out text (\S+) -> (\S+);", text)[0])
+    ]
+    assert losses[0] > losses[1] == losses[2] > losses[3]
+
+
+def test_finetuning_with_wrong_flags_is_one_line(tmp_path: Path) -> None:
+    _, errors = train("--checkpoint", "nowhere", cwd=tmp_path, script=FINETUNE, code=2)
+    assert errors == "finetune.py: error: --checkpoint nowhere: holds no config.json\n"
 
 
 @pytest.mark.slow
