@@ -88,8 +88,8 @@ def _attach_refusal(owner: nn.Module, entries: Sequence[tuple[str, ParamState]])
 
     def refuse(owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, _state in entries:
-            value = state_dict.get(prefix + name)
-            if isinstance(value, DTensor) and value is not owner._parameters.get(name):
+            value: object = state_dict.get(prefix + name)
+            if isinstance(value, DTensor) and id(value) != id(owner._parameters.get(name)):
                 local = local_tensor(value)
                 for method in _CHECKPOINT_METHODS:
                     setattr(local, method, functools.partial(_refused, prefix + name))

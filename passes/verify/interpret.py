@@ -252,9 +252,7 @@ class Interpreter:
             return joined
         # Only batches differ in size: what tp cuts, it cuts into equal parts.
         batch = self.program.layout.batch_dims
-        return tuple(
-            s if axis in batch else "R" for axis, s in zip(self.axes, joined, strict=True)
-        )
+        return tuple(s if axis in batch else "R" for axis, s in zip(self.axes, joined, strict=True))
 
     def _computed(self, node: fx.Node) -> Value:
         weight = None

@@ -100,7 +100,9 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         Reader(tmp_path)
     index.write_text(text, "utf-8")
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"names files that are not there: .*00002-of-00002"):
+    with pytest.raises(
+        FileNotFoundError, match=r"names files that are not there: .*00002-of-00002"
+    ):
         Reader(index)
     with Reader(tmp_path / "model-00001-of-00002.safetensors") as reader:
         assert set(reader.files) == {"a"}
