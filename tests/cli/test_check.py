@@ -144,7 +144,7 @@ class TestDiff(expecttest.TestCase):
         self.assertExpectedInline(
             plain(ran.out),
             """\
-plan 4bc5fb984c6b2477 -> 488d1691e4a89f4b
+plan 69c41b2ee760d80d -> 9da1c3246c405362
 
 Mesh, policy and inputs
 field       before          after

@@ -63,7 +63,7 @@ blocks.1.up.weight
         self.assertExpectedInline(
             plain("\n".join(lines) + "\n"),
             """\
-proved: plan 0bfb0c56604e3897 on dp_replicate=2, dp_shard=4
+proved: plan ff6baf823e2dba5c on dp_replicate=2, dp_shard=4
 forward and backward, 209 nodes
 
 proved                                                                                       of

@@ -25,7 +25,7 @@ class TestText(expecttest.TestCase):
             plain(ran.out),
             """\
 $ hp-compile plan tests.models:TinyBlocks --mesh dp_replicate=2,dp_shard=4,tp=2 --world-rank 5 --inputs 'float32[batch,8]'
-plan 8a3c50972088a4a6
+plan cdfab807fbf8396e
 mesh    dp_replicate=2 x dp_shard=4 x tp=2: 16 ranks, seen from rank 5
 roles   replicate: dp_replicate, shard: dp_shard, tp: tp
 policy  (defaults)
@@ -80,7 +80,7 @@ because the policy has no tp_plan
             plain(ran.out),
             """\
 $ hp-compile plan tests.models:UnevenMLP --mesh dp_shard=4 --params-only
-plan 622d8f0dca4d04c5
+plan e2a5bbe4e87905a2
 mesh    dp_shard=4: 4 ranks, seen from rank 0
 roles   shard: dp_shard
 policy  (defaults)
