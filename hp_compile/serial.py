@@ -132,6 +132,7 @@ class SavedPlan:
         inputs: one line for each input.
         params: parameters in registration order.
         collectives: collectives in issue order; ``None`` for a plan without a program.
+        notes: what was decided differently from the tensor-parallel plan, or gathered for want of a rule.
         request: what the plan was made from, as plain values; ``None`` when unknown.
         made_with: versions of what made it.
     """
@@ -142,6 +143,7 @@ class SavedPlan:
     inputs: tuple[str, ...]
     params: tuple[SavedParam, ...]
     collectives: tuple[SavedCollective, ...] | None
+    notes: tuple[str, ...] = ()
     request: Mapping[str, Any] | None = None
     made_with: Mapping[str, str] = field(default_factory=dict)
 
@@ -175,6 +177,7 @@ def save(plan: Plan, *, request: Mapping[str, Any] | None = None) -> SavedPlan:
         inputs=plan.inputs,
         params=tuple(_param(p, units.get(p.fqn, "")) for p in plan.params.values()),
         collectives=collectives,
+        notes=plan.notes,
         request=request,
         made_with={"hyper_parallel": _version(), "torch": torch.__version__.partition("+")[0]},
     )
@@ -259,6 +262,7 @@ def dumps(saved: SavedPlan) -> str:
         },
         "policy": dict(saved.policy),
         "inputs": list(saved.inputs),
+        **({"notes": list(saved.notes)} if saved.notes else {}),
     }
     lines = [f"  {_json(key)}: {_json(value)}" for key, value in head.items()]
     named = {name: list(ranks) for ranks, name in groups.items()}
@@ -381,6 +385,7 @@ def _from_document(document: Mapping[str, Any]) -> SavedPlan:
         policy=dict(document["policy"]),
         inputs=tuple(document["inputs"]),
         params=tuple(_read(SavedParam, row, groups) for row in document["params"]),
+        notes=tuple(document.get("notes", ())),
         collectives=None
         if rows is None
         else tuple(_read(SavedCollective, row, groups) for row in rows),

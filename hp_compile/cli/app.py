@@ -14,12 +14,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from hp_compile.cli import check, diff, explain, plan, verify
+from hp_compile.cli import check, cost, diff, explain, plan, sweep, verify
 from hp_compile.cli.console import stderr
 from hp_compile.cli.errors import Finding
 from hyper_parallel.errors import HPCompileError
 
-COMMANDS = (plan, diff, check, explain, verify)
+COMMANDS = (plan, diff, check, explain, verify, cost, sweep)
 
 
 class _Group(TyperGroup):

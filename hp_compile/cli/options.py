@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
+from hp_compile.cost import BUILT_IN
+
 _MODEL = "Model"
 _MESH = "Mesh and policy"
+COST = "Cost"
 
 MODEL_HELP = (
     "package.module:factory (a class, or a function without arguments, that gives an nn.Module), "
@@ -102,4 +105,17 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stand
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="Write there instead.", show_default=False),
+]
+Machine = Annotated[
+    str,
+    typer.Option(
+        "--profile",
+        metavar="NAME|FILE.toml",
+        help=f"The machine: {', '.join(BUILT_IN)}, or a file of the same form.",
+        rich_help_panel=COST,
+    ),
+]
+Streams = Annotated[
+    int,
+    typer.Option("--streams", min=1, max=2, help="Communication streams.", rich_help_panel=COST),
 ]

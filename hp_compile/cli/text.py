@@ -103,7 +103,7 @@ def count_text(plan: SavedPlan) -> str:
 
 def _notes(plan: SavedPlan) -> list[str]:
     """What a reader may not expect."""
-    notes = []
+    notes = [f"note: {note}" for note in plan.notes]
     used = {axis for c in plan.collectives or () for axis in c.axes}
     for (name, size), place in zip(plan.mesh.dims, range(len(plan.mesh.dims)), strict=True):
         cut = any(p.placements[place] != "R" for p in plan.params)
