@@ -106,6 +106,7 @@ def train(
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @PLANS
 def test_steps_equal_the_unsharded_ones(plan: dict[str, Any]) -> None:
     dense = make()

@@ -154,9 +154,9 @@ def run_rows(rank: int, world_size: int, labels: list[str]) -> dict[str, TrainRe
 @pytest.mark.parametrize(
     "labels",
     [
-        ["dp×tp", "vocabulary", "sequence"],
+        ["dp×tp", "sequence"],
         pytest.param(
-            [label for label in ROWS if label not in ("dp×tp", "vocabulary", "sequence", *EIGHT)],
+            [label for label in ROWS if label not in ("dp×tp", "sequence", *EIGHT)],
             marks=pytest.mark.slow,
         ),
     ],
@@ -278,6 +278,7 @@ def packed_step(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_packed_weights_are_cut_block_by_block() -> None:
     run_ranks(packed_step, 4)
 

@@ -122,6 +122,7 @@ class TestCollectives(expecttest.TestCase):
         summed = [fqn for fqn, p in plan.params.items() if p.sum_axes]
         assert len(summed) == 4 and all(re.search("[qk]_norm.weight$", fqn) for fqn in summed)
 
+    @pytest.mark.slow
     def test_mistral(self) -> None:
         self.assertExpectedInline(
             by_layer(check(model_of("Mistral"))),
@@ -136,6 +137,7 @@ class TestCollectives(expecttest.TestCase):
 2 forward all_reduce model.layers.*.self_attn.o_proj""",
         )
 
+    @pytest.mark.slow
     def test_phi3_gathers_its_fused_projections_as_its_plan_says(self) -> None:
         plan = check(model_of("Phi3", pad_token_id=0))
         self.assertExpectedInline(

@@ -218,6 +218,7 @@ backward all_gather embed""",
         assert sent["tp"] == sent["sp"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [TP, ((2, 2), ("tp", "dp_shard")), ((2, 2), ("dp_replicate", "tp"))]
 )
