@@ -171,10 +171,6 @@ class Layouts:
         if any(r.alias_info is not None for r in schema.returns):
             self._copies.add(node)
 
-    def on_parts(self, node: fx.Node) -> bool:
-        """Whether a call computes something else on every rank."""
-        return node in self.decisions
-
     def wanted(self, source: fx.Node, user: fx.Node) -> Layout:
         """Layout in which ``user`` reads a value."""
         decision = self.decisions.get(user)

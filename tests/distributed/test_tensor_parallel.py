@@ -82,15 +82,16 @@ ROWS: dict[str, Row] = {
     "not cut": Row(*SHARD_TP, MEGATRON, {"enable_param_shard": False}, "AR"),
     "tp only": Row((4,), ("tp",), SEQUENCE, {}, "none", CLIP),
     "full mesh": Row(
-        (2, 1, 2), ("dp_replicate", "dp_shard", "tp"), MEGATRON, {"enable_param_shard": None}, "RS+AR"
+        (2, 1, 2), ("dp_replicate", "dp_shard", "tp"), MEGATRON, {"enable_param_shard": None}, "AR"
     ),
     "accumulated": Row(*SHARD_TP, SEQUENCE, {}, "RS", TWICE),
     "accumulated, replicas": Row((2, 2), ("dp_replicate", "tp"), SEQUENCE, {}, "AR", TWICE),
-    "ep": Row((1, 2, 2), ("dp_shard", "tp", "ep"), MEGATRON, {}, "AR"),
 }  # fmt: skip
 
 
+SAME_DATA = ("tp", "ep")  # an ep dim without a plan holds copies
 EIGHT = {
+    "dp×tp×ep": Row((2, 2, 2), ("dp_shard", "tp", "ep"), MEGATRON, {}, "RS"),
     "replicas×shards×tp": Row((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), SEQUENCE, {}, "RS+AR"),
     "smaller groups": Row(
         (4, 2), ("dp_shard", "tp"), VOCABULARY, {"reshard_after_forward": 2}, "RS"
@@ -103,7 +104,7 @@ def data_rank(mesh: Any, row: Row) -> tuple[int, int]:
     """Which part of the data this rank sees, of how many."""
     at, count = 0, 1
     for name, size, coordinate in zip(row.names, row.shape, mesh.get_coordinate(), strict=True):
-        if name != "tp":
+        if name not in SAME_DATA:
             at, count = at * size + coordinate, count * size
     return at, count
 
@@ -111,7 +112,7 @@ def data_rank(mesh: Any, row: Row) -> tuple[int, int]:
 def data_ranks(row: Row) -> int:
     count = 1
     for name, size in zip(row.names, row.shape, strict=True):
-        count *= size if name != "tp" else 1
+        count *= 1 if name in SAME_DATA else size
     return count
 
 
