@@ -28,6 +28,7 @@ units = ["blocks.*"]
 bucket_mb = 25.5
 reduce_op = "sum"
 sync_weights = true
+loss_parallel = true
 fallback = "eager"
 backend = "aot_eager"
 dynamic = false
@@ -69,6 +70,7 @@ def test_every_field() -> None:
         bucket_mb=25.5,
         reduce_op="sum",
         sync_weights=True,
+        loss_parallel=True,
         fallback="eager",
         backend="aot_eager",
         dynamic=False,
