@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -85,7 +86,6 @@ ROWS: dict[str, Row] = {
         (2, 1, 2), ("dp_replicate", "dp_shard", "tp"), MEGATRON, {"enable_param_shard": None}, "AR"
     ),
     "accumulated": Row(*SHARD_TP, SEQUENCE, {}, "RS", TWICE),
-    "accumulated, replicas": Row((2, 2), ("dp_replicate", "tp"), SEQUENCE, {}, "AR", TWICE),
 }  # fmt: skip
 
 
@@ -93,11 +93,24 @@ SAME_DATA = ("tp", "ep")  # an ep dim without a plan holds copies
 EIGHT = {
     "dp×tp×ep": Row((2, 2, 2), ("dp_shard", "tp", "ep"), MEGATRON, {}, "RS"),
     "replicas×shards×tp": Row((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), SEQUENCE, {}, "RS+AR"),
-    "smaller groups": Row(
-        (4, 2), ("dp_shard", "tp"), VOCABULARY, {"reshard_after_forward": 2}, "RS"
-    ),
 }
 ROWS.update(EIGHT)
+
+
+def assert_agrees(result: TrainResult, expected: TrainResult) -> None:
+    """Losses and gradients to rounding, weights to a small part of a step.
+
+    AdamW divides a gradient by its own size. Where one is nearly zero, so is what it is divided by, and its rounding shows
+    in the weight: up to the learning rate, which is 1e-2.
+    """
+    assert_same(
+        dataclasses.replace(result, weights={}),
+        dataclasses.replace(expected, weights={}),
+        **TOLERANCE,
+    )
+    assert result.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(result.weights[name], weight, rtol=1e-5, atol=5e-5, msg=name)
 
 
 def data_rank(mesh: Any, row: Row) -> tuple[int, int]:
@@ -169,7 +182,7 @@ def test_rows(labels: list[str]) -> None:
         row = ROWS[label]
         result = merge_ranks([ranks[label] for ranks in by_rank])
         expected = train_unsharded("lm", data_ranks(row), row.options)
-        assert_same(result, expected, **TOLERANCE)
+        assert_agrees(result, expected)
 
 
 @pytest.mark.dist
@@ -178,7 +191,7 @@ def test_eight_ranks() -> None:
     by_rank = run_ranks(run_rows, 8, list(EIGHT), timeout=1200)
     for label, row in EIGHT.items():
         result = merge_ranks([ranks[label] for ranks in by_rank])
-        assert_same(result, train_unsharded("lm", data_ranks(row), row.options), **TOLERANCE)
+        assert_agrees(result, train_unsharded("lm", data_ranks(row), row.options))
 
 
 # ------------------------------------------------------------------ PyTorch's own
@@ -207,7 +220,7 @@ def torch_2d(rank: int, world_size: int) -> TrainResult:
 def test_same_as_parallelize_module_and_fully_shard() -> None:
     theirs = merge_ranks(run_ranks(torch_2d, 4, timeout=600))
     ours = merge_ranks([r["dp×tp"] for r in run_ranks(run_rows, 4, ["dp×tp"], timeout=600)])
-    assert_same(ours, theirs, **TOLERANCE)
+    assert_agrees(ours, theirs)
 
 
 # ------------------------------------------------------------------ precision, packed weights, loss parallel
