@@ -44,26 +44,28 @@ def test_five_meshes_from_one_plan(shape: tuple[int, int]) -> None:
 def test_policies(policy: str) -> None:
     """The other meshes' programs are made from the same capture, which `test_replan` compares with a fresh one."""
     plan = plan_on((2, 2), "uneven", **POLICIES[policy])
-    _compare(plan, MESHES[:2])
+    assert_same_bytes(plan, MESHES[:2])
 
 
 def test_integer_reshard() -> None:
-    model = _compare(plan_on((1, 4), "tiny", reshard_after_forward=2), ((1, 2), (2, 4), (3, 8)))
+    model = assert_same_bytes(
+        plan_on((1, 4), "tiny", reshard_after_forward=2), ((1, 2), (2, 4), (3, 8))
+    )
     with pytest.raises(PolicyError, match="does not divide"):
         model.at({"dp_shard": 3})
 
 
 @pytest.mark.parametrize("case", ["tied", "frozen", "unused", "scalar", "two_biases", "batch_norm"])
 def test_unusual_parameters(case: str) -> None:
-    _compare(plan_on((2, 2), case), ((2, 3),))
+    assert_same_bytes(plan_on((2, 2), case), ((2, 3),))
 
 
 @pytest.mark.slow
 def test_transformer() -> None:
-    _compare(plan_on((2, 2), "lm", dynamic=None), ((2, 5), (1, 64), (8, 1)))
+    assert_same_bytes(plan_on((2, 2), "lm", dynamic=None), ((2, 5), (1, 64), (8, 1)))
 
 
-def _compare(plan: hp_compile.Plan, shapes: tuple[tuple[int, int], ...]) -> CostModel:
+def assert_same_bytes(plan: hp_compile.Plan, shapes: tuple[tuple[int, int], ...]) -> CostModel:
     model = CostModel(plan)
     for shape in shapes:
         sizes = dict(zip(NAMES, shape, strict=True))
@@ -77,7 +79,7 @@ def _compare(plan: hp_compile.Plan, shapes: tuple[tuple[int, int], ...]) -> Cost
 def test_a_plan_without_replicas_knows_replicas() -> None:
     """A dim that the mesh lacks can be added, and a dim of size 1 can grow."""
     plan = plan_on((4,), "tiny")
-    model = _compare(plan, ((2, 4), (3, 1)))
+    model = assert_same_bytes(plan, ((2, 4), (3, 1)))
     assert model.at().sent == model.at({"dp_shard": 4}).sent
 
 

@@ -223,7 +223,9 @@ def usable(shape: Shape, plan: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def run_case(shape: Shape, mesh: Any, plan: dict[str, Any], policy: dict[str, Any]) -> None:
+def assert_agrees_with_one_device(
+    shape: Shape, mesh: Any, plan: dict[str, Any], policy: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     model = Model(shape)
     tp = mesh[0][mesh[1].index("tp")]
@@ -249,7 +251,7 @@ def drawn(part: int, examples: int) -> Any:
     @hypothesis.given(SHAPES, MESHES, PLANS, POLICIES)
     def test(shape: Shape, mesh: Any, plan: dict[str, Any], policy: dict[str, Any]) -> None:
         hypothesis.note(f"HP_TP_SEED={SEED}")
-        run_case(shape, mesh, plan, policy)
+        assert_agrees_with_one_device(shape, mesh, plan, policy)
 
     return test
 
