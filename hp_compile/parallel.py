@@ -9,11 +9,13 @@ from typing import Any
 from torch import fx
 from torch.distributed.tensor import Placement
 
+from hp_compile.pipeline import verification
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan, with_sum_axes
 from hyper_parallel.tensor_parallel import TensorParallelPlan
 from hyper_parallel.torch_compat.distributed import shard_dim_of, split_factor_of
 from passes.tensor_parallel import Boundary, Gathered, Layout, Parallelised, tensor_parallel
+from passes.verify import verify_parallel
 
 _PREFIX = "module."
 
@@ -45,7 +47,7 @@ def parallel_forward(
     }
 
     def run(forward: fx.GraphModule, mode: Any) -> Parallelised:
-        return tensor_parallel(
+        made = tensor_parallel(
             forward,
             params=cut,
             boundaries=boundaries,
@@ -54,6 +56,9 @@ def parallel_forward(
             mode=mode,
             keep_outputs=keep_outputs or plan.keep_outputs,
         )
+        if verification() != "0":
+            verify_parallel(made)
+        return made
 
     return run
 

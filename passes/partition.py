@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from hyper_parallel.errors import VerificationError
 from hyper_parallel.torch_compat import graph as compat
 from passes.base import (
+    WAIT,
     BufferUpdate,
     InputUpdate,
     Other,
@@ -28,6 +29,8 @@ from passes.base import (
     SavedInput,
     SavedOutput,
     UserOutput,
+    aten,
+    emit,
     finish,
     info,
     output_node,
@@ -57,6 +60,8 @@ def partition(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     remove_dead(backward)
     _drop_unused_saved(forward, backward, len(forward_roles))
     remove_dead(forward)
+    for half in (forward, backward):
+        _wait_once(half)
     saved = _saved_names(forward, len(forward_roles))
     _assign_inputs(forward, input_roles, {})
     _assign_inputs(backward, input_roles, {name: i for i, name in enumerate(saved)})
@@ -70,6 +75,24 @@ def partition(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
         finish(half, "partition", stage=stage)
     set_info(backward, info(backward).with_facts(forward=Other(forward)))
     return forward, backward
+
+
+def _wait_once(half: fx.GraphModule) -> None:
+    """Makes later waits for a collective copies of the first.
+
+    The partitioner merges equal collectives (two parameters with one gradient, say), but not waits that are outputs.
+    """
+    first: dict[fx.Node, fx.Node] = {}
+    for node in list(half.graph.nodes):
+        if node.target is not WAIT:
+            continue
+        (source,) = node.all_input_nodes
+        if source in first:
+            with half.graph.inserting_before(node):
+                copied = emit(half.graph, aten.clone.default, first[source], like=node)
+            node.replace_all_uses_with(copied)
+            half.graph.erase_node(node)
+        first.setdefault(source, node)
 
 
 def _drop_unused_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> None:

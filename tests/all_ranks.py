@@ -85,7 +85,7 @@ def run(module: nn.Module, plan: Plan, data: Data, call: Callable[..., Any]) -> 
     layout = plan.layout
     world = len(layout.ranks)
     layouts = [dataclasses.replace(layout, rank=rank) for rank in layout.ranks]
-    groups = [_data_group(one) for one in layouts]
+    groups = [data_group(one) for one in layouts]
     forward, backward = plan.graphs["forward"], plan.graphs["backward"]
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     program = info(forward)
@@ -149,7 +149,7 @@ def _run_backward(
         if isinstance(role, ParamGrad) and node is not None:
             plan = program.params[role.fqn]
             grads[role.fqn] = [
-                _without_padding(value, plan, rank, layout)
+                without_padding(value, plan, rank, layout)
                 for rank, value in enumerate(found[position])
             ]
     return grads
@@ -181,8 +181,8 @@ def _one_device(
     return collected, total
 
 
-def _data_group(layout: MeshLayout) -> int:
-    """Number of the group of ranks that share this rank's data."""
+def data_group(layout: MeshLayout) -> int:
+    """Number of the group of ranks that share this rank's data, as `layout` is seen from that rank."""
     index = 0
     for name, size, at in zip(layout.dim_names, layout.shape, layout.coordinate, strict=True):
         if name in layout.batch_dims:
@@ -221,7 +221,8 @@ def own_part(full: Tensor, plan: ParamPlan, layout: MeshLayout, *, pad: bool) ->
     return padded
 
 
-def _without_padding(value: Tensor, plan: ParamPlan, rank: int, layout: MeshLayout) -> Tensor:
+def without_padding(value: Tensor, plan: ParamPlan, rank: int, layout: MeshLayout) -> Tensor:
+    """A gradient as a program returns it, without the rows that only fill the shard up."""
     if plan.shard_dim is None or plan.shard_size == 1:
         return value
     one = dataclasses.replace(layout, rank=layout.ranks[rank])
@@ -229,4 +230,4 @@ def _without_padding(value: Tensor, plan: ParamPlan, rank: int, layout: MeshLayo
     return value.narrow(plan.shard_dim, 0, plan.lengths[index])
 
 
-__all__ = ["Data", "Found", "own_part", "run", "tangent"]
+__all__ = ["Data", "Found", "data_group", "own_part", "run", "tangent", "without_padding"]

@@ -35,6 +35,8 @@ from passes.base import (
 from tests.program_cases import Graphs
 
 SHARD_SLICE = torch.ops.hyper_parallel.shard_slice.default
+TAKE_CHUNK = torch.ops.hyper_parallel.take_chunk.default
+LOCAL_IDS = torch.ops.hyper_parallel.local_ids.default
 REDUCTIONS = ("reduce_grad", "replicate_grad")
 
 
@@ -46,13 +48,13 @@ class Mutant:
         kind: Kind of the damage.
         where: Half and node.
         graphs: The programs.
-        memory: The damage costs memory and leaves the numbers alone.
+        refused: What the proof of the tensor-parallel pass says, before there are programs.
     """
 
     kind: str
     where: str
     graphs: Graphs
-    memory: bool = False
+    refused: str = ""
 
 
 Sites = Callable[[fx.GraphModule], Iterator[Any]]
@@ -404,6 +406,39 @@ def _gather_in_storage_dtype(gm: fx.GraphModule, node: fx.Node) -> None:
     _after(gm, wait, lambda add: add(convert, wait, dtype))
 
 
+# ------------------------------------------------------------------ tensor parallelism
+
+
+def _unpacked_parts(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """Calls that take this rank's part of a dim in one block."""
+    yield from (n for n in _all(gm, TAKE_CHUNK) if n.args[2] == 1)
+
+
+def _first_part(gm: fx.GraphModule, node: fx.Node) -> None:
+    source, dim = node.args[:2]
+    rows = _value(node).shape[dim]  # type: ignore[index]
+    with gm.graph.inserting_before(node):
+        first = emit(gm.graph, aten.slice.Tensor, source, dim, 0, rows)
+    node.replace_all_uses_with(first)
+    gm.graph.erase_node(node)
+
+
+def _next_part(gm: fx.GraphModule, node: fx.Node) -> None:
+    """Every rank takes its neighbour's part."""
+    source, dim = node.args[:2]
+    rows = _value(node).shape[dim]  # type: ignore[index]
+    whole = _value(source).shape[dim]  # type: ignore[arg-type, index]
+    with gm.graph.inserting_before(node):
+        head = emit(gm.graph, aten.slice.Tensor, source, dim, 0, rows)
+        tail = emit(gm.graph, aten.slice.Tensor, source, dim, rows, whole)
+        node.args = (emit(gm.graph, aten.cat.default, [tail, head], dim), *node.args[1:])
+
+
+def _ids_moved(gm: fx.GraphModule, node: fx.Node) -> None:
+    ids, rows, group = node.args
+    node.args = (ids, rows + 1, group)  # type: ignore[operator]
+
+
 # ------------------------------------------------------------------ packing
 
 
@@ -632,6 +667,11 @@ def _of(*targets: Any, purposes: tuple[str, ...] = ()) -> Sites:
 
 KINDS: dict[str, tuple[Sites, Damage]] = {
     "all-reduce dropped": (_of(REDUCE, purposes=REDUCTIONS), _drop_all_reduce),
+    "tp sum dropped": (_of(REDUCE, purposes=("tp",)), _drop_all_reduce),
+    "tp sum doubled": (_of(SCATTER, REDUCE, purposes=("tp",)), _double),
+    "part of rank 0 on every rank": (_unpacked_parts, _first_part),
+    "part of the next rank": (_unpacked_parts, _next_part),
+    "vocabulary starts at another row": (_of(LOCAL_IDS), _ids_moved),
     "reduce-scatter replaced by chunk 0": (_of(SCATTER), _scatter_to_slice),
     "reduce-scatter replaced by own slice": (_of(SCATTER), _scatter_to_own_slice),
     "reduction doubled": (_of(SCATTER, REDUCE, purposes=REDUCTIONS), _double),

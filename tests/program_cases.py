@@ -17,12 +17,14 @@ from torch.distributed.tensor import Shard
 from hp_compile import pipeline
 from hp_compile.build import reshard_map
 from hp_compile.capture import Captured, capture
+from hp_compile.parallel import parallel_forward, with_partial_gradients
 from hp_compile.program import Program, Reduction
 from hp_compile.signature import Signature, flatten_call
 from hp_compile.units import resolve_units
 from hyper_parallel.mesh import MeshLayout, infer_roles
 from hyper_parallel.plan import ParamPlan, plan_params
 from hyper_parallel.policy import Policy
+from hyper_parallel.tensor_parallel import TensorParallelPlan, resolve_tp_plan
 from passes.base import (
     BufferInput,
     ParamGrad,
@@ -36,10 +38,15 @@ from passes.base import (
     inputs,
     outputs,
 )
+from passes.tensor_parallel import Parallelised
+from passes.verify import verify_parallel
 from tests import lockstep
+from tests.all_ranks import data_group, own_part, without_padding
 from tests.models import CASES
 
 Graphs = dict[str, fx.GraphModule]
+#: Changes the tensor-parallel forward before it is differentiated.
+Change = Callable[[Parallelised], Parallelised]
 
 
 def _columns(param: torch.nn.Parameter) -> Shard | None:
@@ -81,17 +88,70 @@ def _short(value: Any) -> str:
     if isinstance(value, MixedPrecisionPolicy):
         dtypes = (value.param_dtype, value.reduce_dtype)
         return "/".join(str(d).removeprefix("torch.") for d in dtypes)
+    plans = {"tensor": TENSOR_PARALLEL, "sequence": SEQUENCE_PARALLEL, "few modules": FEW_MODULES}
+    plans["two layers"] = TWO_LAYERS
+    for name, plan in plans.items():
+        if value == tuple(plan.items()):
+            return name
     return getattr(value, "__name__", str(value))
 
 
 SHARD = ((4,), ("dp_shard",))
 HSDP = ((2, 2), ("dp_replicate", "dp_shard"))
+FSDP_TP = ((2, 2), ("dp_shard", "tp"))
+DDP_TP = ((2, 2), ("dp_replicate", "tp"))
+PURE_TP = ((2,), ("tp",))
 DDP = ((4,), ("dp_replicate",))
 TWO = ((2, 2), ("dp_shard", "cp"))
 THREE = ((3,), ("dp_shard",))
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
 DOUBLE = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+
+TENSOR_PARALLEL: dict[str, str] = {
+    "embed": "embedding_rowwise",
+    "*.q": "colwise",
+    "*.k": "colwise",
+    "*.v": "colwise",
+    "*.o": "rowwise",
+    "*.gate": "colwise",
+    "*.up": "colwise",
+    "*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+SEQUENCE_PARALLEL = {**TENSOR_PARALLEL, "*.norm1": "sequence_parallel", "*.norm2": "sequence_parallel"}
+FEW_MODULES = {"blocks.0.mlp.up": "colwise", "blocks.1.attention.o": "rowwise"}
+TWO_LAYERS = {"inner": "colwise", "outer": "rowwise"}
+SMALL_TP = ("two_biases", "unused", "scalar", "batch_norm", "int_buffers")
+
+
+def tp_settings() -> list[Setting]:
+    """Tensor and sequence parallelism, with and without FSDP."""
+    plans = (TENSOR_PARALLEL, SEQUENCE_PARALLEL, FEW_MODULES)
+    found = [
+        Setting("lm", *mesh, (("tp_plan", tuple(plan.items())),))
+        for plan in plans
+        for mesh in (FSDP_TP, DDP_TP, PURE_TP)
+    ]
+    tensor, sequence = (("tp_plan", tuple(p.items())) for p in plans[:2])
+    for fields in (
+        (tensor, ("mp_policy", BF16)),
+        (sequence, ("mp_policy", DOUBLE)),
+        (sequence, ("reshard_after_forward", False)),
+        (sequence, ("bucket_mb", 0)),
+    ):
+        found.append(Setting("lm", *FSDP_TP, fields))
+    found.append(Setting("lm_tied", *FSDP_TP, (tensor,)))
+    three = ((2, 2, 2), ("dp_replicate", "dp_shard", "tp"))
+    found.append(Setting("lm", *three, (sequence,)))
+    found.append(Setting("lm", *three, (sequence,), "scatter"))
+    layers = ("tp_plan", tuple(TWO_LAYERS.items()))
+    found += [Setting(model, *mesh, (layers,)) for model in SMALL_TP for mesh in (FSDP_TP, PURE_TP)]
+    found += [
+        Setting("two_biases", *FSDP_TP, (layers, extra))
+        for extra in (("mp_policy", BF16), ("mp_policy", DOUBLE), ("reduce_op", "sum"))
+    ]
+    return found
 
 
 def settings() -> list[Setting]:
@@ -125,7 +185,7 @@ def settings() -> list[Setting]:
             found.append(Setting(model, *HSDP, (("mp_policy", BF16),), variant))
         found.append(Setting(model, *HSDP, (), divide=3.0))
         found.append(Setting(model, *HSDP, (), gathered=False))
-    return found
+    return found + tp_settings()
 
 
 # ------------------------------------------------------------------ building
@@ -133,6 +193,10 @@ def settings() -> list[Setting]:
 
 @functools.cache
 def _capture(model: str, precision: MixedPrecisionPolicy) -> tuple[Captured, Signature]:
+    return _captured(model, precision, None)
+
+
+def _captured(model: str, precision: MixedPrecisionPolicy, parallel: Any) -> tuple[Captured, Signature]:
     case = CASES[model]
     module = case.make()
     signature, tensors = flatten_call((case.batch(0, 0)[0],), {})
@@ -147,6 +211,7 @@ def _capture(model: str, precision: MixedPrecisionPolicy) -> tuple[Captured, Sig
         grad=True,
         dynamic=tuple(frozenset() for _ in tensors),
         decompositions={},
+        parallel=parallel,
     )
     return captured, signature
 
@@ -161,19 +226,35 @@ def layout_of(setting: Setting) -> MeshLayout:
 def policy_of(setting: Setting) -> Policy:
     """The policy object."""
     fields = dict(setting.policy)
-    if "roles" in fields:
-        fields["roles"] = dict(fields["roles"])
+    for name in ("roles", "tp_plan"):
+        if name in fields:
+            fields[name] = dict(fields[name])
     return Policy(backend="aot_eager", **fields)
 
 
-def build(setting: Setting) -> Graphs:
-    """Forward and backward program; the capture of a model is made once and shared."""
+def build(setting: Setting, change: Change | None = None, *, prove: bool = True) -> Graphs:
+    """Forward and backward program; the capture of a model that no tensor parallelism changes is made once and shared.
+
+    Args:
+        setting: What to build.
+        change: Changes the tensor-parallel forward before it is differentiated.
+        prove: Prove that forward.
+    """
     policy, layout = policy_of(setting), layout_of(setting)
-    captured, signature = _capture(setting.model, policy.mp_policy)
     module = CASES[setting.model].make()
-    plans, units = plan_params(module, layout, policy), resolve_units(module, "auto")
+    tp = resolve_tp_plan(module, policy.tp_plan, layout)
+    plans = plan_params(module, layout, policy, mp=tp.by_axis if tp else None)
+    units = resolve_units(module, "auto")
+    if tp is None:
+        captured, signature = _capture(setting.model, policy.mp_policy)
+    else:
+        parallel = _parallel(tp, plans, layout, change, prove)
+        captured, signature = _captured(setting.model, policy.mp_policy, parallel)
     steps = pipeline.capture_steps(
-        layout=layout, params=plans, units=units.of, unit_order=units.order
+        layout=layout,
+        params=with_partial_gradients(plans, layout, tp, captured.partial),
+        units=units.of,
+        unit_order=units.order,
     )
     gm = pipeline.run(copy.deepcopy(captured.gm), steps)
     program = Program(
@@ -187,29 +268,32 @@ def build(setting: Setting) -> Graphs:
     return {"forward": program.forward, "backward": program.backward(reduction)}
 
 
+def _parallel(
+    tp: TensorParallelPlan,
+    plans: Mapping[str, ParamPlan],
+    layout: MeshLayout,
+    change: Change | None,
+    prove: bool,
+) -> Callable[[fx.GraphModule, Any], Parallelised]:
+    correct = parallel_forward(tp, plans, layout)
+    assert correct is not None
+
+    def run(forward: fx.GraphModule, mode: Any) -> Parallelised:
+        made = correct(forward, mode)
+        if change is not None:
+            with mode, torch.no_grad():
+                made = change(made)
+        if prove:
+            verify_parallel(made)
+        return made
+
+    return run
+
+
 # ------------------------------------------------------------------ running
 
 
 Results = dict[str, list[torch.Tensor]]
-
-
-def _shards(full: torch.Tensor, plan: ParamPlan, layout: MeshLayout) -> list[torch.Tensor]:
-    """The padded shard of every rank, in the parameter's storage dtype."""
-    world = len(layout.ranks)
-    if plan.shard_dim is None or plan.shard_size == 1:
-        return [full.clone() for _ in range(world)]
-    found: list[Any] = [None] * world
-    for group in lockstep.group_ranks(layout.group_name(plan.shard_axes), layout):
-        start = 0
-        for rank, length in zip(group, plan.lengths, strict=True):
-            shard = torch.full(
-                plan.padded_shard_shape, 7.0, dtype=full.dtype
-            )  # padding may hold anything
-            part = full.narrow(plan.shard_dim, min(start, full.size(plan.shard_dim)), length)
-            shard.narrow(plan.shard_dim, 0, length).copy_(part)
-            found[rank] = shard
-            start += length
-    return found
 
 
 def simulate(graphs: Mapping[str, fx.GraphModule]) -> Results:
@@ -218,17 +302,20 @@ def simulate(graphs: Mapping[str, fx.GraphModule]) -> Results:
     program = info(forward)
     setting: Setting = forward.meta["setting"]
     layout, world = program.layout, len(program.layout.ranks)
+    layouts = [dataclasses.replace(layout, rank=rank) for rank in layout.ranks]
     module = CASES[setting.model].make()
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     captured, _ = _capture(setting.model, policy_of(setting).mp_policy)
-    data = [CASES[setting.model].batch(r, 0)[0] for r in range(world)]
+    data = [CASES[setting.model].batch(data_group(one), 0)[0] for one in layouts]
     feed: list[lockstep.Ranks] = []
     role: Any
     for node, role in inputs(forward):
         if isinstance(role, ParamInput):
             full = params[role.fqn].detach().to(node.meta["val"].dtype)
             plan = program.params[role.fqn]
-            feed.append(_shards(full, plan, layout) if setting.gathered else [full.clone()] * world)
+            if not setting.gathered:
+                plan = dataclasses.replace(plan, shard_dim=None)
+            feed.append([own_part(full, plan, one, pad=True) for one in layouts])
         elif isinstance(role, BufferInput):
             value = captured.constants.get(role.fqn)
             feed.append([(buffers[role.fqn] if value is None else value).clone()] * world)
@@ -249,7 +336,8 @@ def simulate(graphs: Mapping[str, fx.GraphModule]) -> Results:
 def _simulate_backward(
     backward: fx.GraphModule, saved: Mapping[int, lockstep.Ranks], layout: MeshLayout
 ) -> Results:
-    program, world = info(backward), len(layout.ranks)
+    program = info(backward)
+    layouts = [dataclasses.replace(layout, rank=rank) for rank in layout.ranks]
     feed: list[lockstep.Ranks] = []
     role: Any
     for node, role in inputs(backward):
@@ -257,7 +345,7 @@ def _simulate_backward(
             feed.append(saved[role.index])
         else:
             assert isinstance(role, TangentInput)
-            feed.append([tangent(node.meta["val"], r) for r in range(world)])
+            feed.append([tangent(node.meta["val"], data_group(one)) for one in layouts])
     found = lockstep.run(backward, feed, layout)
     results: Results = {}
     for position, node, role in outputs(backward):
@@ -276,25 +364,22 @@ def tangent(like: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _real_rows(value: torch.Tensor, plan: ParamPlan, layout: MeshLayout, rank: int) -> torch.Tensor:
-    if plan.shard_dim is None or tuple(value.shape) != plan.padded_shard_shape:
-        return value
-    for group in lockstep.group_ranks(layout.group_name(plan.shard_axes), layout):
-        if rank in group:
-            return value.narrow(plan.shard_dim, 0, plan.lengths[group.index(rank)])
-    raise AssertionError(rank)
+    padded = plan.shard_dim is not None and tuple(value.shape) == plan.padded_shard_shape
+    return without_padding(value, plan, rank, layout) if padded else value
 
 
 def unsharded_gradients(setting: Setting) -> dict[str, torch.Tensor]:
-    """Mean over ranks of plain autograd's gradients, from the same data and tangents."""
+    """Mean over all data of plain autograd's gradients, from the same data and tangents."""
     total: dict[str, torch.Tensor] = {}
-    world = math.prod(setting.shape)
-    for rank in range(world):
+    layout = layout_of(setting)
+    groups = {data_group(dataclasses.replace(layout, rank=rank)) for rank in layout.ranks}
+    for group in groups:
         module = CASES[setting.model].make()
-        output = module(CASES[setting.model].batch(rank, 0)[0])
-        output.backward(tangent(output, rank))
+        output = module(CASES[setting.model].batch(group, 0)[0])
+        output.backward(tangent(output, group))
         for fqn, param in module.named_parameters():
             if param.grad is not None:
-                total[fqn] = total.get(fqn, 0) + param.grad / world
+                total[fqn] = total.get(fqn, 0) + param.grad / len(groups)
     return total
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,29 @@ class Gathered:
 
 
 @dataclass(frozen=True)
+class Claims:
+    """What the pass says it has done, for the proof (``passes.verify.parallel``), which believes none of it.
+
+    Attributes:
+        single: the graph of one device.
+        params: layout of every parameter that is cut.
+        size: ranks of the tensor-parallel dim.
+        group: alias of their group.
+        values: local node of every value of one device.
+        reads: local node that an operator reads for a value, by operator and value of one device.
+        tensors: values of one device that are tensors, or lists of them.
+    """
+
+    single: fx.Graph
+    params: Mapping[str, Layout]
+    size: int
+    group: str
+    values: Mapping[fx.Node, fx.Node]
+    reads: Mapping[tuple[fx.Node, fx.Node], fx.Node]
+    tensors: frozenset[fx.Node]
+
+
+@dataclass(frozen=True)
 class Parallelised:
     """The result of the pass.
 
@@ -49,12 +72,14 @@ class Parallelised:
         partial: names of whole parameters whose gradients are terms of a sum over the ranks.
         gathered: what was gathered for operators without a rule.
         outputs: layout of every flat output of ``forward``; whole unless asked otherwise.
+        claims: which local value is which.
     """
 
     forward: fx.GraphModule
     partial: frozenset[str]
     gathered: tuple[Gathered, ...]
     outputs: tuple[Layout, ...]
+    claims: Claims
 
 
 class Writer:
@@ -73,6 +98,7 @@ class Writer:
         self.graph = compat.empty_graph_like(facts.forward.graph)
         self.local: dict[fx.Node, fx.Node] = {}
         self.converted: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}
+        self.reads: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def write(self) -> Parallelised:
         """Writes everything and puts it into the forward."""
@@ -89,6 +115,15 @@ class Writer:
                     self.local[node] = self.graph.node_copy(node)
                     if node.op == "get_attr":
                         self.local[node].meta["val"] = attribute(forward, str(node.target))
+        claims = Claims(
+            single=forward.graph,
+            params=facts.params,
+            size=facts.size,
+            group=facts.group,
+            values=self.local,
+            reads=self.reads,
+            tensors=frozenset(facts.values),
+        )
         forward.graph = self.graph
         partial = {str(n.target) for n in facts.terms if n.op == "get_attr"}
         notes = [
@@ -96,7 +131,7 @@ class Writer:
             for n, sources in facts.gathered.items()
             for s in sources
         ]
-        return Parallelised(forward, frozenset(partial), tuple(notes), outputs)
+        return Parallelised(forward, frozenset(partial), tuple(notes), outputs, claims)
 
     def _cut_parameters(self) -> None:
         """Gives every parameter that is cut its local shape."""
@@ -196,7 +231,9 @@ class Writer:
         varies = (
             facts.varies(source, user) and source in facts.needs_grad and source not in facts.terms
         )
-        return self.convert(source, facts.wanted(source, user), varies, user)
+        read = self.convert(source, facts.wanted(source, user), varies, user)
+        self.reads[user, source] = read
+        return read
 
     def convert(self, source: fx.Node, wanted: Layout, varies: bool, user: fx.Node) -> fx.Node:
         """A value in another layout; made once.

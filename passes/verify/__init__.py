@@ -29,10 +29,11 @@ from passes.origin import is_random
 from passes.verify.checks import check_outputs
 from passes.verify.expected import check_plan
 from passes.verify.interpret import Interpreter
+from passes.verify.parallel import verify_parallel
 from passes.verify.report import error
 from passes.verify.values import Value
 
-__all__ = ["verify_against", "verify_programs", "verify_stage"]
+__all__ = ["verify_against", "verify_parallel", "verify_programs", "verify_stage"]
 
 
 def verify_programs(graphs: Mapping[str, fx.GraphModule]) -> None:
