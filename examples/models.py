@@ -16,7 +16,7 @@ VOCAB = 256  # bytes
 class ByteLMConfig:
     """Sizes of `ByteLM`."""
 
-    dim: int = 192
+    dim: int = 256
     layers: int = 4
     head_dim: int = 32
     kv_groups: int = 2  # query heads that share one key-value head

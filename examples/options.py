@@ -133,7 +133,7 @@ def _parser(quiet: bool) -> argparse.ArgumentParser:
     parser.quiet = quiet
     add = parser.add_argument_group("model and data").add_argument
     add("--model", choices=MODELS, default="byte", help="byte: Llama-style, defined in models.py")
-    add("--dim", type=_at_least(32), default=192, help="width")
+    add("--dim", type=_at_least(32), default=256, help="width")
     add("--layers", type=_at_least(1), default=4, help="transformer blocks")
     add("--batch-size", type=_at_least(1), default=4, help="sequences per rank and micro-batch")
     add("--seq-len", type=_at_least(2), default=128, help="bytes per sequence")

@@ -10,10 +10,12 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from hyper_parallel.errors import VerificationError
@@ -31,6 +33,9 @@ TIMEOUT_SECONDS = 300.0
 _boards: Counter[tuple[int, ...]] = Counter()
 
 _FAILED = "failed: "
+
+#: Makes the text of an error from a rank, its lines, another rank and that one's lines.
+Difference = Callable[[int, list[str], int, list[str]], str]
 
 
 class Board:
@@ -70,8 +75,21 @@ class Board:
             default_store().set(f"{self._key(topic)}/digest/{self.rank}", text)
             self._tries[topic] += 1
 
-    def compare(self, topic: str, lines: Sequence[str]) -> None:
+    def compare(
+        self,
+        topic: str,
+        lines: Sequence[str],
+        *,
+        ranks: Sequence[int] | None = None,
+        difference: Difference | None = None,
+    ) -> None:
         """Waits for every rank's description, as posted, and compares it with this rank's.
+
+        Args:
+            topic: what is compared.
+            lines: this rank's description.
+            ranks: the ranks to compare with; by default all.
+            difference: makes the text of the error from rank, lines, other rank and its lines.
 
         Raises:
             VerificationError: ranks differ (the first difference is shown), one failed, or did not arrive in time.
@@ -80,7 +98,7 @@ class Board:
             return
         key, store = self._key(topic), default_store()
         self._tries[topic] += 1
-        names = {rank: f"{key}/digest/{rank}" for rank in self.ranks}
+        names = {rank: f"{key}/digest/{rank}" for rank in ranks or self.ranks}
         self._wait(store, names)
         own = _digest(lines)
         for rank, digest in zip(names, store.multi_get(list(names.values())), strict=True):
@@ -92,7 +110,9 @@ class Board:
                 )
             if text != own:
                 theirs = json.loads(store.get(f"{key}/lines/{rank}").decode())
-                raise VerificationError(_difference(self.rank, list(lines), rank, theirs))
+                raise VerificationError(
+                    (difference or _difference)(self.rank, list(lines), rank, theirs)
+                )
 
     def _key(self, topic: str) -> str:
         return f"{self._prefix}/{topic}/{self._tries[topic]}"
@@ -127,6 +147,57 @@ def compare_ranks(runtime: Runtime, program: Program) -> None:
     runtime.board.compare("program", lines)
 
 
+def compare_inputs(runtime: Runtime, tensors: Sequence[torch.Tensor]) -> None:
+    """Compares the inputs of the first call over the ranks that differ in tp only, which must be given the same batch.
+
+    Args:
+        runtime: runtime of the module.
+        tensors: flat tensor inputs.
+
+    Raises:
+        VerificationError: ranks of one tensor-parallel group were given different inputs.
+    """
+    axes = runtime.layout.roles.tp
+    if runtime.board.silent or runtime.layout.size(axes) == 1:
+        return
+    lines = [
+        f"input {i}: {t.dtype}{list(t.shape)}, checksum {checksum(t)}"
+        for i, t in enumerate(tensors)
+    ]
+    runtime.board.post("inputs", lines)
+    runtime.board.compare(
+        "inputs",
+        lines,
+        ranks=runtime.layout.ranks_along(axes),
+        difference=partial(_other_inputs, runtime.layout),
+    )
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number that differs, almost certainly, for tensors with different bytes.
+
+    Args:
+        tensor: any tensor.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
+    places = torch.arange(1, data.numel() + 1, device=data.device) % 1_000_003
+    return int(((data + 1) * places).sum())
+
+
+def _other_inputs(
+    layout: MeshLayout, rank: int, mine: list[str], other: int, theirs: list[str]
+) -> str:
+    axes = "×".join(layout.roles.tp)
+    a, b = next((a, b) for a, b in itertools.zip_longest(mine, theirs) if a != b)
+    dims = [d for d in layout.batch_dims if layout.size(d) > 1]
+    rank_of = f"mesh[{dims[0]!r}].get_local_rank()" if dims else "0"
+    return (
+        f"ranks {rank} and {other} differ on mesh dim {axes!r} only and must be given the same batch, but a tensor input "
+        f"differs:\n  rank {rank}: {a or '(none)'}\n  rank {other}: {b or '(none)'}\n"
+        f"Give the data loader the rank along the data dims, such as {rank_of}, and not the global rank"
+    )
+
+
 def describe(runtime: Runtime, program: Program) -> list[str]:
     """What must be equal on all ranks, one fact a line; sizes of inputs are not among them."""
     from hp_compile.plan import program_facts
@@ -149,4 +220,4 @@ def _difference(rank: int, mine: list[str], other: int, theirs: list[str]) -> st
     return f"ranks {rank} and {other} built different programs"
 
 
-__all__ = ["TIMEOUT_SECONDS", "Board", "compare_ranks", "describe"]
+__all__ = ["TIMEOUT_SECONDS", "Board", "checksum", "compare_inputs", "compare_ranks", "describe"]

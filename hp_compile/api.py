@@ -54,12 +54,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, policy: Policy | None = None) -> n
         )
     check.check_module(model)
     layout = MeshLayout.from_mesh(mesh, policy.roles)
-    check.warn_if_not_parallel(layout)
     board = Board(layout)
     original = type(model)
     try:
         tp = resolve_tp_plan(model, policy.tp_plan, layout)
         plans = plan_params(model, layout, policy, mp=tp.by_axis if tp else None)
+        check.warn_if_not_parallel(layout, plans)
         units = resolve_units(model, policy.units)
         home = Home.of(_device(mesh), policy.offload_policy)
         check.check_parameters(model, plans, home.device)
@@ -182,6 +182,10 @@ def _checked(model: object, mesh: object, policy: object) -> Policy:
     if not isinstance(policy, Policy):
         raise PolicyError(
             f"policy: expected an hp_compile.Policy, got {type(policy).__name__} {policy!r}"
+        )
+    if policy.loss_parallel and policy.tp_plan is None:
+        raise PolicyError(
+            "Policy.loss_parallel: nothing cuts the logits without a tp_plan; pass one, or leave loss_parallel False"
         )
     if policy.ep_plan is not None:
         raise PolicyError(

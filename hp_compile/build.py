@@ -107,7 +107,7 @@ def build_program(
     )
     with compat.fast_tracing():
         captured = _capture(module, signature, tensors, policy.dynamic, all_dims, options)
-    captured.notes = notes_of(tensor_parallel, captured.gathered)
+    captured.notes = notes_of(tensor_parallel, captured.gathered, captured.uncut)
     steps = pipeline.capture_steps(
         layout=layout,
         params=with_partial_gradients(plans, layout, tensor_parallel, captured.partial),

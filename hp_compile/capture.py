@@ -102,7 +102,8 @@ class Captured:
         tied: alias FQN to the first FQN of the same parameter.
         updates: flat outputs that are the new value of a buffer that forward replaced.
         partial: parameters whose gradients are terms of a sum over the tensor-parallel ranks.
-        gathered: values that were gathered for operators without a tensor-parallel rule.
+        gathered: values that were gathered for operators that cannot run on tensor-parallel parts.
+        uncut: modules at which a value was to be cut over tp and is not, with the dim and its length.
         output_layouts: tensor-parallel layout of every flat output; empty when all are whole.
         notes: what a reader of the plan should know about its tensor parallelism.
     """
@@ -117,6 +118,7 @@ class Captured:
     updates: Mapping[int, str] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     gathered: tuple[Gathered, ...] = ()
+    uncut: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     output_layouts: tuple[Layout, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -320,6 +322,7 @@ def capture(
         if parallelised
         else frozenset(),
         gathered=parallelised.gathered if parallelised else (),
+        uncut=parallelised.uncut if parallelised else {},
         output_layouts=parallelised.outputs if parallelised else (),
     )
 

@@ -64,15 +64,54 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def warn_if_not_parallel(layout: MeshLayout) -> None:
-    """Warns about a mesh on which nothing is cut and nothing is reduced, although it has several ranks."""
-    if len(layout.ranks) > 1 and layout.size(layout.batch_dims) == 1:
+def warn_if_not_parallel(layout: MeshLayout, plans: Mapping[str, ParamPlan]) -> None:
+    """Warns about ranks that repeat each other's work: nothing is cut over them, and they share their data.
+
+    Args:
+        layout: the mesh.
+        plans: plan of every parameter.
+    """
+    idle = idle_dims(layout, plans)
+    if len(layout.ranks) > 1 and layout.size(idle) == len(layout.ranks):
         warnings.warn(
             f"the mesh ({layout.describe()}) has no data-parallel dim: no parameter is cut, no gradient is reduced, and every "
             "rank has to be given the same data. Name a dim dp_shard or dp_replicate, or set Policy(roles={'shard': ...})",
             UserWarning,
             stacklevel=3,
         )
+    elif idle:
+        warnings.warn(idle_text(layout, idle), UserWarning, stacklevel=3)
+
+
+def idle_dims(layout: MeshLayout, plans: Mapping[str, ParamPlan]) -> tuple[str, ...]:
+    """Mesh dims with several ranks that share their data and that cut no parameter.
+
+    Args:
+        layout: the mesh.
+        plans: plan of every parameter.
+    """
+    cut = {
+        axis
+        for plan in plans.values()
+        for axis, placement in zip(layout.dim_names, plan.placements, strict=True)
+        if not placement.is_replicate()
+    }
+    busy = {*cut, *layout.batch_dims}
+    return tuple(a for a in layout.dim_names if a not in busy and layout.size(a) > 1)
+
+
+def idle_text(layout: MeshLayout, idle: Sequence[str]) -> str:
+    """What to say about such dims.
+
+    Args:
+        layout: the mesh.
+        idle: the dims.
+    """
+    plan = "Policy.tp_plan" if set(idle) <= set(layout.roles.tp) else "the policy"
+    return (
+        f"mesh dim {', '.join(map(repr, idle))} of ({layout.describe()}) cuts no parameter: its ranks repeat each other's "
+        f"work on the same data; say in {plan} what it cuts, or leave it out of the mesh"
+    )
 
 
 def check_call(

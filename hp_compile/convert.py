@@ -16,7 +16,7 @@ from hp_compile.plan import program_facts
 from hp_compile.state import Home, ParamState
 from hyper_parallel.groups import get_group_info, get_inner_group_info
 from hyper_parallel.mesh import MeshLayout
-from hyper_parallel.plan import ParamPlan
+from hyper_parallel.plan import ParamPlan, copy_axes
 from hyper_parallel.policy import Policy
 from hyper_parallel.tensor_parallel import TensorParallelPlan
 
@@ -187,7 +187,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def sync_replicas(mesh: DeviceMesh, layout: MeshLayout, states: Mapping[str, ParamState]) -> None:
-    """Broadcasts every shard from the first rank of its unsharded group.
+    """Broadcasts every shard from the first of the ranks that should hold the same: its replicas, and tp or ep copies.
 
     Args:
         mesh: the user's mesh.
@@ -195,13 +195,14 @@ def sync_replicas(mesh: DeviceMesh, layout: MeshLayout, states: Mapping[str, Par
         states: state of every parameter, in one order on all ranks.
     """
     for state in states.values():
-        plan = state.plan
-        group = get_group_info(mesh, layout, plan.replica_axes).group
-        if plan.ignored or group is None:
-            continue
         local = state.local()
-        if local.numel():
-            wire = local.to(state.home.device)
-            dist.broadcast(wire, src=plan.unsharded_ranks[0], group=group)
-            if wire is not local:
-                local.copy_(wire)
+        if state.plan.ignored or not local.numel():
+            continue
+        wire = local.to(state.home.device)
+        for axis in copy_axes(
+            state.plan, layout
+        ):  # one dim after the other: groups that the mesh has
+            group = get_group_info(mesh, layout, axis).group
+            dist.broadcast(wire, group=group, group_src=0)
+        if wire is not local:
+            local.copy_(wire)

@@ -42,7 +42,9 @@ def parallel_forward(
         if not params[fqn].ignored
     }
     boundaries = {
-        f"{_PREFIX}{fqn}": Boundary(*map(_maybe_layout, (b.enters, b.given, b.leaves)))
+        f"{_PREFIX}{fqn}": Boundary(
+            _maybe_layout(b.enters), _maybe_layout(b.given), _maybe_layout(b.leaves), b.least_rank
+        )
         for fqn, b in plan.boundaries.items()
     }
 
@@ -93,22 +95,42 @@ def with_partial_gradients(
     }
 
 
-def notes_of(plan: TensorParallelPlan | None, gathered: Collection[Gathered]) -> tuple[str, ...]:
+def notes_of(
+    plan: TensorParallelPlan | None,
+    gathered: Collection[Gathered],
+    uncut: Mapping[str, tuple[int, int]],
+) -> tuple[str, ...]:
     """What a reader of the plan should know about its tensor parallelism, one sentence each.
 
     Args:
         plan: the tensor-parallel plan, if there is one.
-        gathered: values that were gathered for operators without a rule.
+        gathered: values that were gathered for operators that cannot run on their parts.
+        uncut: modules at which a value was to be cut and is not, with the dim and its length.
     """
     if plan is None:
         return ()
-    alike: dict[tuple[str, str], list[Gathered]] = {}
+    alike: dict[tuple[str, str, str], list[Gathered]] = {}
     for one in gathered:
-        module = re.sub(r"\b\d+\b", "*", one.module)
-        alike.setdefault((module, one.operator), []).append(one)
-    lines = [
-        f"{len(found)} values are gathered for {operator} in {module or 'the root module'}, which has no rule for parts"
-        + (f" ({found[0].where.rpartition('/')[2]})" if found[0].where else "")
-        for (module, operator), found in alike.items()
-    ]
+        alike.setdefault((_starred(one.module), one.operator, one.reason), []).append(one)
+    lines = []
+    for (module, operator, reason), found in alike.items():
+        what = "1 value is" if len(found) == 1 else f"{len(found)} values are"
+        where = f" ({found[0].where.rpartition('/')[2]})" if found[0].where else ""
+        lines.append(
+            f"{what} gathered for {operator} in {module or 'the root module'}{where}: {reason}"
+        )
+    whole: dict[tuple[int, int], list[str]] = {}
+    for module, cut in uncut.items():
+        whole.setdefault(cut, []).append(_starred(module.removeprefix(_PREFIX)))
+    for (dim, length), modules in whole.items():
+        names = ", ".join(dict.fromkeys(modules))
+        lines.append(
+            f"activations stay whole on dim {dim} at {names}: its length {length} does not divide over {plan.size} ranks, so "
+            "nothing is saved there; pad to a multiple"
+        )
     return (*plan.notes, *lines)
+
+
+def _starred(module: str) -> str:
+    """Layers that differ in their number only, under one name."""
+    return re.sub(r"\b\d+\b", "*", module)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
+from hp_compile.check import idle_dims, idle_text
 from hp_compile.program import Program, Reduction
 from hp_compile.signature import Signature, TensorSpec
 from hyper_parallel.errors import CaptureError
@@ -90,8 +91,13 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was decided differently from the tensor-parallel plan, or gathered for want of a rule; one sentence each."""
-        return () if self._program is None else self._program.captured.notes
+        """What a reader may not expect, one sentence each.
+
+        Ranks that repeat each other's work, tensor-parallel styles that do not apply, values that are gathered and why.
+        """
+        idle = idle_dims(self.layout, self.params)
+        first = (idle_text(self.layout, idle),) if idle else ()
+        return first if self._program is None else (*first, *self._program.captured.notes)
 
     def _require_program(self) -> Program:
         if self._program is None:

@@ -229,7 +229,8 @@ def count(collectives: Iterable[SavedCollective]) -> dict[_Key, tuple[int, int]]
     """
     found: dict[_Key, tuple[int, int]] = {}
     for c in collectives:
-        key = (c.phase, c.kind, c.axes, c.purpose, c.dtype)
+        of_gradients = c.purpose == "tp" and bool(c.params)
+        key = (c.phase, c.kind, c.axes, "tp gradients" if of_gradients else c.purpose, c.dtype)
         number, nbytes = found.get(key, (0, 0))
         found[key] = (number + 1, nbytes + c.nbytes)
     return found

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hp_compile import build, fallback, reduction
-from hp_compile.agree import Board, compare_ranks
+from hp_compile.agree import Board, compare_inputs, compare_ranks
 from hp_compile.attributes import module_state
 from hp_compile.autograd import Call, Like, alias_of_output, match_layout, same_memory
 from hp_compile.cache import ProgramCache
@@ -132,7 +132,7 @@ class Runtime:
                     raise
                 return fallback.run_eagerly(self, error)(*args, **kwargs)
             if not self.checked:
-                self._compare_ranks(program)
+                self._compare_ranks(program, tensors)
             if not self.weights_synced:
                 self.sync_weights()
             result = self._run(program, tensors)
@@ -270,8 +270,9 @@ class Runtime:
     def _shard_versions(self) -> tuple[tuple[int, int], ...]:
         return tuple(versions(s.param) for s in self.states.values() if not s.plan.ignored)
 
-    def _compare_ranks(self, program: Program) -> None:
+    def _compare_ranks(self, program: Program, tensors: Sequence[torch.Tensor]) -> None:
         compare_ranks(self, program)
+        compare_inputs(self, tensors)
         self.checked = True
 
     # -------------------------------------------------------------- running it

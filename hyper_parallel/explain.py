@@ -76,7 +76,7 @@ def _gradient_part(
         return "it is frozen, so there is no gradient to reduce"
     steps = []
     if layout.size(sum_axes) > 1:
-        steps.append(f"summed over {explain_axes(layout, sum_axes)} where it is partial")
+        steps.append(f"summed over {explain_axes(layout, sum_axes)}, of which each rank has a term")
     if layout.size(shard_axes) > 1:
         steps.append(f"reduce-scattered over {explain_axes(layout, shard_axes)}")
     if layout.size(replica_axes) > 1:

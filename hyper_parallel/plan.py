@@ -48,6 +48,7 @@ from hyper_parallel.torch_compat.distributed import (
 __all__ = [
     "ParamLike",
     "ParamPlan",
+    "copy_axes",
     "plan_param",
     "plan_params",
     "replan_param",
@@ -252,6 +253,19 @@ def plan_param(
         shard_index=sharded_ranks.index(layout.rank),
         whole=whole,
     )
+
+
+def copy_axes(plan: ParamPlan, layout: MeshLayout) -> tuple[str, ...]:
+    """Returns the mesh dims along which all ranks should hold the same part of a parameter.
+
+    Besides the replicas that average its gradient these are tp and ep dims that do not cut it.
+
+    Args:
+        plan: Its plan.
+        layout: The mesh of the plan.
+    """
+    placed = zip(layout.dim_names, plan.placements, strict=True)
+    return tuple(axis for axis, p in placed if p.is_replicate() and layout.size(axis) > 1)
 
 
 def replan_param(

@@ -87,7 +87,8 @@ class Policy:
         bucket_mb: None gives one bucket a unit; a number merges neighbouring units up to that many
             MB; 0 gives one collective a parameter.
         reduce_op: ``"avg"`` takes the mean over the batch dims, ``"sum"`` the sum.
-        sync_weights: Also broadcast weights over the replicas once, when they are first sharded.
+        sync_weights: Also broadcast weights over the ranks that should hold the same (replicas, and tp or
+            ep dims that do not cut a parameter) once, when they are first sharded.
         fallback: What happens to a model that cannot be captured: ``"error"`` or ``"eager"``.
         backend: ``"inductor"``, or ``"aot_eager"`` for the same passes without code generation.
         dynamic: None captures the batch dim as dynamic, False no dim, True every dim.

@@ -112,16 +112,26 @@ _REFUSED: Mapping[str, str] = {
     "mla_kv_a_proj": "latent attention's compressed projection needs its own gradient rule",
     "local_params": "a module that runs on its own parts is no part of tp_plan",
 }
+#: Strings whose sums leave cut along the sequence where another string of the plan is ``sequence_parallel``.
+_SUMMED = frozenset({"rowwise", "rowwise_split_input", "embedding_rowwise"})
 _EXPERTS = ("moe_", "ep_", "grouped_")
 
 
 @dataclass(frozen=True)
 class ModuleBoundary:
-    """Placements that a plan asks for where activations enter and leave a module."""
+    """Placements that a plan asks for where activations enter and leave a module.
+
+    Attributes:
+        enters: of activations that enter; None leaves them as they come.
+        given: what they must be for ``enters`` to apply; None for anything.
+        leaves: of activations that leave; None leaves them as they are.
+        least_rank: values with fewer dims are left alone.
+    """
 
     enters: Placement | None = None
     given: Placement | None = None
     leaves: Placement | None = None
+    least_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -294,6 +304,7 @@ def resolve_tp_plan(
     notes: list[str] = []
     if auto:
         _replicate_few_heads(model, chosen, size, notes)
+    sequence = next((s.enters for s in styles.values() if s.name == "sequence_parallel"), None)
     first = _first_names(model)
     placements: dict[str, tuple[str, Placement]] = {}
     boundaries = {}
@@ -303,7 +314,9 @@ def resolve_tp_plan(
             cut = {name: _bare_placement(where, name, params[name], style)}
         else:
             cut = _module_placements(where, name, modules[name], style)
-            if style.enters is not None or style.leaves is not None:
+            if sequence is not None and style.name in _SUMMED:
+                boundaries[name] = ModuleBoundary(leaves=sequence, least_rank=3)
+            elif style.enters is not None or style.leaves is not None:
                 boundaries[name] = ModuleBoundary(style.enters, style.given, style.leaves)
         for fqn, placement in cut.items():
             owner = first.get(fqn, fqn)
@@ -350,11 +363,16 @@ def _match(
 
 
 def _no_match(pattern: str, names: Sequence[str]) -> str:
+    last = pattern.rpartition(".")[2]
     near = difflib.get_close_matches(pattern, names, 3, 0.5)
-    shown = near or list(names)[:3]
+    near = near or [n for n in names if difflib.get_close_matches(last, [n.rpartition(".")[2]], 1)]
+    # Without one near it: names that a plan would use, one for each kind of module.
+    kinds = {n.rpartition(".")[2]: n for n in reversed(names) if n.endswith(".weight")}
+    shown = near[:3] or [n.removesuffix(".weight") for n in names if n in kinds.values()][:6]
+    shown = shown or list(names)[:6]
     return (
         f"Policy.tp_plan: {pattern!r} matches no module or parameter; "
-        f"{'near it are' if near else 'the names are'} {', '.join(shown) or '(none)'}"
+        f"{'near it are' if near else 'names of this model are'} {', '.join(shown) or '(none)'}"
     )
 
 

@@ -119,7 +119,11 @@ TENSOR_PARALLEL: dict[str, str] = {
     "*.down": "rowwise",
     "head": "colwise_gather_output",
 }
-SEQUENCE_PARALLEL = {**TENSOR_PARALLEL, "*.norm1": "sequence_parallel", "*.norm2": "sequence_parallel"}
+SEQUENCE_PARALLEL = {
+    **TENSOR_PARALLEL,
+    "*.norm1": "sequence_parallel",
+    "*.norm2": "sequence_parallel",
+}
 FEW_MODULES = {"blocks.0.mlp.up": "colwise", "blocks.1.attention.o": "rowwise"}
 TWO_LAYERS = {"inner": "colwise", "outer": "rowwise"}
 SMALL_TP = ("two_biases", "unused", "scalar", "batch_norm", "int_buffers")
@@ -196,7 +200,9 @@ def _capture(model: str, precision: MixedPrecisionPolicy) -> tuple[Captured, Sig
     return _captured(model, precision, None)
 
 
-def _captured(model: str, precision: MixedPrecisionPolicy, parallel: Any) -> tuple[Captured, Signature]:
+def _captured(
+    model: str, precision: MixedPrecisionPolicy, parallel: Any
+) -> tuple[Captured, Signature]:
     case = CASES[model]
     module = case.make()
     signature, tensors = flatten_call((case.batch(0, 0)[0],), {})

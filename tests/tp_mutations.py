@@ -79,9 +79,9 @@ def _terms(made: Parallelised) -> Iterator[str]:
 def _whole_parameters(made: Parallelised) -> Iterator[str]:
     """Parameters that take part in the same way on all ranks."""
     for node in made.forward.graph.nodes:
-        if node.op == "get_attr" and str(node.target) not in made.partial:
-            if any(user.target is functional.vary for user in node.users):
-                yield str(node.target)
+        whole = node.op == "get_attr" and str(node.target) not in made.partial
+        if whole and any(user.target is functional.vary for user in node.users):
+            yield str(node.target)
 
 
 def _biases(made: Parallelised) -> Iterator[fx.Node]:

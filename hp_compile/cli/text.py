@@ -104,14 +104,6 @@ def count_text(plan: SavedPlan) -> str:
 def _notes(plan: SavedPlan) -> list[str]:
     """What a reader may not expect."""
     notes = [f"note: {note}" for note in plan.notes]
-    used = {axis for c in plan.collectives or () for axis in c.axes}
-    for (name, size), place in zip(plan.mesh.dims, range(len(plan.mesh.dims)), strict=True):
-        cut = any(p.placements[place] != "R" for p in plan.params)
-        if name in plan.mesh.roles.get("tp", ()) and size > 1 and not cut and name not in used:
-            notes.append(
-                f"note: the {size} ranks along {name} hold the same parameters and do the same work, because the policy has "
-                "no tp_plan"
-            )
     padded = [p for p in plan.params if p.padded_shape != p.local_shape or _uneven(p)]
     if padded:
         names = [g.name for g in grouped(padded, name=lambda p: p.fqn, key=lambda _: None)]
@@ -231,8 +223,9 @@ def _reasons(plan: SavedPlan) -> list[str]:
 def _units(plan: SavedPlan) -> list[Text]:
     """The collectives of a unit, once for all units that issue the same."""
     by_unit: dict[str, list[SavedCollective]] = {}
+    units = {p.unit for p in plan.params}
     for c in plan.collectives or ():
-        by_unit.setdefault(c.unit, []).append(c)
+        by_unit.setdefault(_unit_around(c, units), []).append(c)
     names = sorted(by_unit, key=_registration(plan))
     groups = grouped(names, name=unit_text, key=lambda unit: tuple(count(by_unit[unit]).items()))
     rows: list[str | Sequence[str]] = []
@@ -247,6 +240,15 @@ def _units(plan: SavedPlan) -> list[Text]:
                 ("  " + phase, f"{number} {kind}", over, short_dtype(dtype), sends, purpose)
             )
     return sections(("unit", "collectives", "over", "dtype", "sends", "for"), rows, right=[4])
+
+
+def _unit_around(collective: SavedCollective, units: set[str]) -> str:
+    """The unit of a collective; for one of the model's own computation the unit that its module is in."""
+    if collective.params:
+        return collective.unit
+    parts = collective.unit.split(".")
+    around = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((name for name in around if name in units), "(root)" if "(root)" in units else "")
 
 
 def _registration(plan: SavedPlan) -> Any:

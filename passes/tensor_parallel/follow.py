@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from hyper_parallel.errors import CaptureError
-from passes.base import module_path, source_line
+from passes.base import hint, module_path, source_line
 from passes.tensor_parallel.layout import REPLICATED, Layout
 from passes.tensor_parallel.rule import Call, Decision, decide
 
@@ -24,11 +24,13 @@ class Boundary:
         enters: layout of activations that enter, if ``given`` is their layout or None; None leaves them.
         given: the layout that an entering value must have for ``enters`` to apply; None for any.
         leaves: layout of activations that leave; None leaves them.
+        least_rank: values with fewer dims are left alone.
     """
 
     enters: Layout | None = None
     given: Layout | None = None
     leaves: Layout | None = None
+    least_rank: int = 0
 
 
 @dataclass
@@ -40,6 +42,9 @@ class Layouts:
         decisions: for calls that run on parts.
         needs_grad: values that a gradient reaches.
         terms: parameters, and views and casts of them, whose gradients are terms: every reader is a call on parts.
+        gathered: for calls that do not run on parts, the inputs that are cut.
+        reasons: why they do not.
+        uncut: modules whose boundary asks for a cut that the value cannot have, with the dim and its length.
     """
 
     forward: fx.GraphModule
@@ -52,6 +57,8 @@ class Layouts:
     needs_grad: set[fx.Node] = field(default_factory=set)
     terms: set[fx.Node] = field(default_factory=set)
     gathered: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    reasons: dict[fx.Node, str] = field(default_factory=dict)
+    uncut: dict[str, tuple[int, int]] = field(default_factory=dict)
     _weights: set[fx.Node] = field(default_factory=set)
     _copies: set[fx.Node] = field(default_factory=set)
 
@@ -107,18 +114,21 @@ class Layouts:
         decision = decide(call)
         if decision is None:
             self.gathered[node] = [n for n in tensors if not seen[n].replicated]
+            self.reasons[node] = call.reasons[-1]
             return whole
         if decision.partial:
-            leaves = self._fitted(self._leaves(node), value)
+            leaves = self._leaves(node, value)
             if leaves is not None:
                 decision = replace(decision, output=leaves)
         self.decisions[node] = decision
         return decision.output
 
-    def _leaves(self, node: fx.Node) -> Layout | None:
+    def _leaves(self, node: fx.Node, value: Any) -> Layout | None:
         for name in reversed(_modules(node)):
             if name in self.boundaries:
-                return self.boundaries[name].leaves
+                asked = self.boundaries[name]
+                small = asked.leaves is None or len(value.shape) < asked.least_rank
+                return None if small else self._fitted(asked.leaves, value, name)
         return None
 
     def seen_at(self, source: fx.Node, user: fx.Node) -> Layout:
@@ -126,23 +136,23 @@ class Layouts:
         layout: Layout = self.values[source]
         if not self.boundaries or not isinstance(layout, Layout) or source in self._weights:
             return layout
-        value = source.meta.get("val")
+        value: Any = source.meta.get("val")
         if not _floating(value) or source.op == "get_attr":
             return layout
         inside, outside = _modules(source), _modules(user)
         for name in reversed(inside):
             asked = self.boundaries.get(name)
-            if asked is not None and name not in outside:
-                layout = self._fitted(asked.leaves, value) or layout
+            if asked is not None and name not in outside and len(value.shape) >= asked.least_rank:
+                layout = self._fitted(asked.leaves, value, name) or layout
         for name in outside:
             asked = self.boundaries.get(name)
             if asked is None or name in inside:
                 continue
-            if asked.given is None or self._fitted(asked.given, value) == layout:
-                layout = self._fitted(asked.enters, value) or layout
+            if asked.given is None or self._fitted(asked.given, value, name) == layout:
+                layout = self._fitted(asked.enters, value, name) or layout
         return layout
 
-    def _fitted(self, layout: Layout | None, value: Any) -> Layout | None:
+    def _fitted(self, layout: Layout | None, value: Any, module: str) -> Layout | None:
         """A layout for a value, its dim counted from the front; None where the value cannot have it."""
         if layout is None or layout.dim is None:
             return layout
@@ -150,9 +160,11 @@ class Layouts:
         if not -rank <= layout.dim < rank:
             return None
         dim = layout.dim % rank
-        length = value.shape[dim]
-        whole = isinstance(length, torch.SymInt) or length % (self.size * layout.blocks) == 0
-        return layout.at(dim) if whole else None
+        length = hint(value.shape[dim])
+        if length % (self.size * layout.blocks) == 0:
+            return layout.at(dim)
+        self.uncut.setdefault(module, (dim, length))
+        return None
 
     def _follow_memory(self, node: fx.Node) -> None:
         """Notes views of a converted value, which is a copy, and refuses to write into one: the original would not change."""

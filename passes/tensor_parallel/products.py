@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.base import aten
+from passes.base import aten, hint
 from passes.tensor_parallel import functional
 from passes.tensor_parallel.layout import REPLICATED, Layout, sharded
 from passes.tensor_parallel.rule import Call, Decision, Emit, rule, shape_of
@@ -29,6 +29,7 @@ def _contract(
         others = [(n, s) for n, s in operands if n is not node and letter in s]
         summed = letter not in out
         if summed and not call.is_param(node) and any(call.is_param(n) for n, _ in others):
+            call.refuse("its weight is whole; a row-wise style would let it work on parts")
             continue  # a whole weight is not cut for the sake of an activation
         if layout.blocks > 1 and (summed or others):
             continue
@@ -129,7 +130,10 @@ def _attention(call: Call) -> Decision | None:
     chosen = call.layout(cut[0])
     if chosen.dim is None or chosen.dim >= rank - 2 or chosen.blocks > 1:
         return None
-    if not all(call.divides(shape_of(n)[chosen.dim]) for n in (query, key, value)):
+    lengths = [shape_of(n)[chosen.dim] for n in (query, key, value)]
+    if not all(map(call.divides, lengths)):
+        shown = ", ".join(str(hint(n)) for n in lengths)
+        call.refuse(f"its heads ({shown}) do not divide over {call.size} ranks")
         return None
     inputs = dict.fromkeys((query, key, value), chosen)
     if mask is not None:

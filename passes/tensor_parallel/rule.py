@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from passes.base import hint
 from passes.tensor_parallel.layout import Layout
 
 #: Emits a call in the local program and returns its node.
@@ -30,6 +31,7 @@ class Call:
         size: ranks of the tensor-parallel dim.
         group: alias of their group.
         is_param: whether a node is a parameter, or a view or cast of one.
+        reasons: why its rule says that it cannot run on parts, if it says so.
     """
 
     node: fx.Node
@@ -37,6 +39,11 @@ class Call:
     size: int
     group: str
     is_param: Callable[[fx.Node], bool]
+    reasons: list[str] = field(default_factory=list)
+
+    def refuse(self, reason: str) -> None:
+        """Notes why the operator cannot run on these parts, for a reader of the plan."""
+        self.reasons.append(reason)
 
     def argument(self, name: str) -> Any:
         """An argument by its name in the operator's schema."""
@@ -59,7 +66,7 @@ class Call:
 
     def divides(self, length: Any, blocks: int = 1) -> bool:
         """Whether the ranks can hold equal parts of so many rows."""
-        return isinstance(length, torch.SymInt) or length % (self.size * blocks) == 0
+        return hint(length) % (self.size * blocks) == 0
 
 
 @dataclass(frozen=True)
@@ -111,4 +118,10 @@ def decide(call: Call) -> Decision | None:
     found = RULES.get(call.node.target)
     if found is None and torch.Tag.pointwise in getattr(call.node.target, "tags", ()):
         found = RULES[torch.Tag.pointwise]
-    return None if found is None else found(call)
+    if found is None:
+        call.refuse("it has no rule for parts")
+        return None
+    decision = found(call)
+    if decision is None and not call.reasons:
+        call.refuse("it mixes what the ranks hold apart")
+    return decision

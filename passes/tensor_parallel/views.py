@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from passes.base import aten
+from passes.base import aten, hint
 from passes.tensor_parallel.layout import Layout, sharded
 from passes.tensor_parallel.rule import Call, Decision, Emit, Rule, listed, rule, shape_of
 from passes.tensor_parallel.shapes import groups_of, same_size
@@ -50,7 +50,14 @@ def _view_output(call: Call, source: fx.Node, out: Sequence[Any]) -> Layout | No
         if layout.blocks > 1:
             return _unpacked(call, layout, shape, out, real_in, real_out)
         first = real_out[0]
-        return sharded(first) if call.divides(out[first]) else None
+        return _equal_parts(call, first, out[first])
+    return None
+
+
+def _equal_parts(call: Call, dim: int, length: Any) -> Layout | None:
+    if call.divides(length):
+        return sharded(dim)
+    call.refuse(f"{hint(length)} rows (heads?) do not divide over {call.size} ranks")
     return None
 
 
@@ -66,7 +73,7 @@ def _unpacked(
     if len(real_in) == len(real_out) == 1:
         return layout.at(real_out[0])
     if len(real_out) > 1 and same_size(out[real_out[0]], layout.blocks):
-        return sharded(real_out[1]) if call.divides(out[real_out[1]]) else None
+        return _equal_parts(call, real_out[1], out[real_out[1]])
     return None
 
 

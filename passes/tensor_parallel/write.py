@@ -21,23 +21,26 @@ from passes.tensor_parallel.rule import Decision, shape_of
 
 @dataclass(frozen=True)
 class Gathered:
-    """A value that had to be made whole for an operator without a rule.
+    """A value that had to be made whole for an operator that cannot run on its parts.
 
     Attributes:
         module: FQN of the module whose forward calls the operator.
         operator: the operator.
         shape: shape of the whole value.
         where: source line, empty when unknown.
+        reason: why.
     """
 
     module: str
     operator: str
     shape: tuple[Any, ...]
     where: str
+    reason: str
 
     def __str__(self) -> str:
         line = f", {self.where}" if self.where else ""
-        return f"{self.module or '(root)'}: {self.operator} on [{', '.join(map(str, self.shape))}]{line}"
+        shape = ", ".join(map(str, self.shape))
+        return f"{self.module or '(root)'}: {self.operator} on [{shape}]{line}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Parallelised:
     Attributes:
         forward: the local forward.
         partial: names of whole parameters whose gradients are terms of a sum over the ranks.
-        gathered: what was gathered for operators without a rule.
+        gathered: what was gathered for operators that cannot run on parts.
+        uncut: modules at which a value was to be cut and is not, with the dim and its length.
         outputs: layout of every flat output of ``forward``; whole unless asked otherwise.
         claims: which local value is which.
     """
@@ -78,6 +82,7 @@ class Parallelised:
     forward: fx.GraphModule
     partial: frozenset[str]
     gathered: tuple[Gathered, ...]
+    uncut: Mapping[str, tuple[int, int]]
     outputs: tuple[Layout, ...]
     claims: Claims
 
@@ -127,11 +132,15 @@ class Writer:
         forward.graph = self.graph
         partial = {str(n.target) for n in facts.terms if n.op == "get_attr"}
         notes = [
-            Gathered(module_path(n), str(n.target), tuple(shape_of(s)), source_line(n))
+            Gathered(
+                module_path(n), str(n.target), tuple(shape_of(s)), source_line(n), facts.reasons[n]
+            )
             for n, sources in facts.gathered.items()
             for s in sources
         ]
-        return Parallelised(forward, frozenset(partial), tuple(notes), outputs, claims)
+        return Parallelised(
+            forward, frozenset(partial), tuple(notes), dict(facts.uncut), outputs, claims
+        )
 
     def _cut_parameters(self) -> None:
         """Gives every parameter that is cut its local shape."""

@@ -129,7 +129,8 @@ class _Proof:
     def _held(self, local: fx.Node, reader: fx.Node) -> Held:
         if local not in self.held:
             raise error(
-                f"{reader.name}: reads {local.name}, which stands for no value of one device", node=local
+                f"{reader.name}: reads {local.name}, which stands for no value of one device",
+                node=local,
             )
         return self.held[local]
 
@@ -375,7 +376,9 @@ class _Proof:
             shape[layout.dim] //= self.claims.size
         found = local.meta["val"].shape
         if len(found) != len(shape) or any(
-            a != b for a, b in zip(found, shape, strict=True) if isinstance(a, int) and isinstance(b, int)
+            a != b
+            for a, b in zip(found, shape, strict=True)
+            if isinstance(a, int) and isinstance(b, int)
         ):
             raise error(
                 f"{local.name}: has another shape than a part of {single.name}",
@@ -392,13 +395,19 @@ class _Proof:
                 continue
             held = self._held(local, node)
             if held.of is not source or held.layout != layout:
-                raise self._wrong(node, held, f"{source.name}, {'whole' if layout.replicated else layout}")
+                raise self._wrong(
+                    node, held, f"{source.name}, {'whole' if layout.replicated else layout}"
+                )
             if held.terms and source in self.trains:
                 raise self._sum_error(node, held, terms=False)
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
-    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor | list | tuple)]
+    return [
+        n
+        for n in node.all_input_nodes
+        if isinstance(n.meta.get("val"), torch.Tensor | list | tuple)
+    ]
 
 
 def _flat(value: Any) -> list[Any]:

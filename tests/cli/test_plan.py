@@ -68,8 +68,9 @@ backward
   3 all_reduce      dp_replicate(2)  f32    replicate_grad         648
 in all 11 collectives; this rank sends 6,072 bytes, 6.1 kB
 
-note: the 2 ranks along tp hold the same parameters and do the same work,
-because the policy has no tp_plan
+note: mesh dim 'tp' of (dp_replicate=2, dp_shard=4, tp=2) cuts no parameter:
+its ranks repeat each other's work on the same data; say in Policy.tp_plan
+what it cuts, or leave it out of the mesh
 """,
         )
 

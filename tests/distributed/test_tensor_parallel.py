@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 import hp_compile
 from hp_compile import MixedPrecisionPolicy, Policy
+from hyper_parallel.errors import VerificationError
 from hyper_parallel.tensor_parallel import TensorParallelStyle
 from tests.baselines import (
     TrainOptions,
@@ -41,6 +42,7 @@ MEGATRON = {
     "*.q": "colwise", "*.k": "colwise", "*.v": "colwise", "*.o": "rowwise",
     "*.gate": "colwise", "*.up": "colwise", "*.down": "rowwise",
 }  # fmt: skip
+PAIR = {"inner": "colwise", "outer": "rowwise"}
 VOCABULARY = {**MEGATRON, "embed": "embedding_rowwise", "head": "colwise"}
 SEQUENCE = {
     **MEGATRON,
@@ -295,6 +297,43 @@ def packed_step(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_packed_weights_are_cut_block_by_block() -> None:
     run_ranks(packed_step, 4)
+
+
+def different_weights(rank: int, world_size: int) -> None:
+    """sync_weights makes everything equal that should be: whole parameters over tp too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "tp"))
+    policy = Policy(backend="aot_eager", tp_plan=PAIR, sync_weights=True)
+    model = hp_compile.shard(CASES["two_biases"].make(seed=rank), mesh, policy)
+    for name, param in model.named_parameters():
+        cut = {"inner.weight": 0, "outer.weight": 1}.get(name)
+        source = dict(
+            CASES["two_biases"].make(seed=0 if cut is None else rank % 2).named_parameters()
+        )
+        wanted = source[name].detach()
+        if cut is not None:
+            wanted = wanted.chunk(2, cut)[rank % 2]
+        assert torch.equal(param.to_local(), wanted), name
+
+
+def test_weights_are_synchronised_over_all_dims_that_do_not_cut_them() -> None:
+    run_ranks(different_weights, 4)
+
+
+def different_batches(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    policy = Policy(backend="aot_eager", tp_plan=PAIR)
+    model = hp_compile.shard(CASES["two_biases"].make(), mesh, policy)
+    with pytest.raises(VerificationError) as caught:
+        model(CASES["two_biases"].batch(rank, 0)[0])
+    model(CASES["two_biases"].batch(rank // 2, 0)[0])
+    return str(caught.value)
+
+
+def test_other_batches_in_a_tensor_parallel_group_are_an_error() -> None:
+    for rank, text in enumerate(run_ranks(different_batches, 4)):
+        other = rank ^ 1
+        for words in (f"ranks {rank} and {other}", "'tp'", "input 0", "mesh['dp_shard']"):
+            assert words in text, text
 
 
 def loss_parallel_step(rank: int, world_size: int) -> None:

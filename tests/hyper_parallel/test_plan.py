@@ -259,13 +259,13 @@ def test_sharding_without_a_shard_dim_is_an_error(spec: str) -> None:
         ),
         (
             plan_of("dp_shard=4,tp=2", sum_axes=("tp",)),
-            "FSDP cuts dim 0 over dp_shard(4), and its gradient is summed over tp(2) where it is "
-            "partial, then reduce-scattered over dp_shard(4).",
+            "FSDP cuts dim 0 over dp_shard(4), and its gradient is summed over tp(2), of which "
+            "each rank has a term, then reduce-scattered over dp_shard(4).",
         ),
         (
             plan_of("tp=2", sum_axes=("tp",)),
             "FSDP leaves it whole because the mesh has no data-parallel dim, and its gradient is "
-            "summed over tp(2) where it is partial.",
+            "summed over tp(2), of which each rank has a term.",
         ),
         (
             plan_of("dp_shard=4,tp=2", mp=CUT, enable_param_shard=False),

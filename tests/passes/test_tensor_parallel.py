@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 import hp_compile
 from hp_compile import Plan, Policy
-from hyper_parallel.errors import CaptureError
+from hyper_parallel.errors import CaptureError, PolicyError
 from hyper_parallel.tensor_parallel import TensorParallelStyle
 from tests import all_ranks
 from tests.fake_dist import fake_world
@@ -97,6 +98,9 @@ SEQUENCE = {
     "*.down": RowwiseParallel(output_layouts=Shard(1)),
     "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }  # fmt: skip
+
+
+PAIR = {"enter": "colwise", "leave": "rowwise"}
 
 
 def plan_of(
@@ -201,7 +205,9 @@ backward all_gather embed""",
         summed = {f for c in plan.collectives if c.purpose == "tp" for f in c.params}
         assert summed == {f for f in plan.params if "norm" in f}
         assert {f for f, p in plan.params.items() if p.sum_axes} == summed
-        assert "summed over tp(2) where it is partial" in plan.params["norm.weight"].reason
+        assert (
+            "summed over tp(2), of which each rank has a term" in plan.params["norm.weight"].reason
+        )
 
     def test_bytes_are_the_same(self) -> None:
         sent = {}
@@ -216,6 +222,56 @@ backward all_gather embed""",
             ]
             sent[name] = totals[1] - totals[0]
         assert sent["tp"] == sent["sp"]
+
+
+def test_strings_say_sequence_parallel_too() -> None:
+    """Sums of row-wise strings leave as parts of the sequence where another string asks for it."""
+    strings = {
+        **MEGATRON,
+        "*.norm1": "sequence_parallel",
+        "*.norm2": "sequence_parallel",
+        "norm": "sequence_parallel",
+    }
+    plan = check(seeded(Model), strings, tokens)
+    assert of_the_model(plan) == of_the_model(plan_of(seeded(Model), SEQUENCE, tuple(tokens(0))))
+    assert plan.notes == ()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_sequence_that_does_not_divide_stays_whole_and_the_plan_says_so(dynamic: bool) -> None:
+    odd = functools.partial(tokens, shape=(2, 7))
+    plan = check(seeded(Model), SEQUENCE, odd, TP, dynamic=dynamic)
+    kinds = {line.split()[1] for line in of_the_model(plan).splitlines()}
+    assert kinds == {"all_reduce"}
+    (note,) = plan.notes
+    assert "dim 1" in note and "length 7" in note and "2 ranks" in note and "layers.*.o" in note
+
+
+def test_ranks_that_do_the_same_are_reported() -> None:
+    plan = plan_of(seeded(Model), None, tuple(tokens(0)))
+    (note,) = plan.notes
+    assert "mesh dim 'tp'" in note and "cuts no parameter" in note and "Policy.tp_plan" in note
+    with pytest.raises(PolicyError, match=r"loss_parallel: .*tp_plan"):
+        plan_of(seeded(Model), None, tuple(tokens(0)), loss_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("tp_plan", "model", "words"),
+    [
+        ({"enter": "colwise"}, lambda: Through(F.gelu), "its weight is whole; a row-wise style"),
+        (
+            MEGATRON,
+            lambda: Model(heads=2, kv_heads=1),
+            "its heads (2, 1, 1) do not divide over 2 ranks",
+        ),
+        (PAIR, lambda: Through(lambda h: h.sort(-1).values), "it has no rule for parts"),
+        (PAIR, lambda: Through(lambda h: h.softmax(-1)), "it mixes what the ranks hold apart"),
+    ],
+)
+def test_notes_say_why_a_value_is_gathered(tp_plan: Any, model: Any, words: str) -> None:
+    inputs = tokens(0) if tp_plan is MEGATRON else vectors(2, 3, 6)(0)
+    plan = plan_of(seeded(model), tp_plan, tuple(inputs), TP)
+    assert any(words in note for note in plan.notes), plan.notes
 
 
 @pytest.mark.slow
@@ -323,7 +379,6 @@ GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
     "heads that do not divide": lambda h: h.unflatten(-1, (1, 8)).transpose(1, 2).flatten(2).view(2, 3, 8),
     "variance": lambda h: h / (1 + h.var(-1, keepdim=True)),
 }  # fmt: skip
-PAIR = {"enter": "colwise", "leave": "rowwise"}
 
 
 @pytest.mark.parametrize("name", [n for n in ON_PARTS if n != "outer"])

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from tests.passes.test_tensor_parallel import check
 
 DIM, HEADS, LENGTH, BATCH = 16, 4, 8, 4
-SEED = int(os.environ.get("HP_TP_SEED", random.randrange(2**31)))
+SEED = int(os.environ.get("HP_TP_SEED") or random.randrange(2**31))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +235,7 @@ def assert_agrees_with_one_device(
 
 def settings(examples: int) -> Any:
     return hypothesis.settings(
-        max_examples=int(os.environ.get("HP_TP_EXAMPLES", examples)),
+        max_examples=int(os.environ.get("HP_TP_EXAMPLES") or examples),
         deadline=None,
         database=None,
         print_blob=True,
