@@ -10,6 +10,7 @@ from hyper_parallel.errors import (
     MeshError,
     PlacementError,
     PolicyError,
+    ReplicaError,
     VerificationError,
 )
 from hyper_parallel.norm import clip_grad_norm_, get_total_norm
@@ -29,6 +30,7 @@ __all__ = [
     "Plan",
     "Policy",
     "PolicyError",
+    "ReplicaError",
     "ShardedModule",
     "VerificationError",
     "clip_grad_norm_",

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from hyper_parallel.errors import VerificationError
 from hyper_parallel.mesh import MeshLayout
+from hyper_parallel.replicas import VARIABLE, checks_every_step
 from hyper_parallel.torch_compat.distributed import default_store
 
 if TYPE_CHECKING:
@@ -202,7 +203,8 @@ def describe(runtime: Runtime, program: Program) -> list[str]:
     """What must be equal on all ranks, one fact a line; sizes of inputs are not among them."""
     from hp_compile.plan import program_facts
 
-    return program_facts(runtime.layout, runtime.policy, program)
+    facts = program_facts(runtime.layout, runtime.policy, program)
+    return [*facts, f"{VARIABLE}={int(checks_every_step())}"]
 
 
 def _digest(lines: Sequence[str]) -> str:

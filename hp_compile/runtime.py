@@ -19,6 +19,7 @@ from hp_compile.attributes import module_state
 from hp_compile.autograd import Call, Like, alias_of_output, match_layout, same_memory
 from hp_compile.cache import ProgramCache
 from hp_compile.convert import sync_replicas
+from hp_compile.guard import ReplicaGuard
 from hp_compile.program import Program, Sizes, sizes_of
 from hp_compile.signature import Signature, flatten_call
 from hp_compile.state import ParamState
@@ -111,6 +112,7 @@ class Runtime:
         self.board = board
         self.weights_synced = not policy.sync_weights
         self._watch = ModelWatch(module, layout, states)
+        self._guard = ReplicaGuard(self)
         self._hsdp_params: dict[str, HSDPParam] = {}
 
     @property
@@ -135,6 +137,7 @@ class Runtime:
                 self._compare_ranks(program, tensors)
             if not self.weights_synced:
                 self.sync_weights()
+            self._guard.before_forward()
             result = self._run(program, tensors)
             program.return_updates(given, tensors)
         return result
@@ -227,6 +230,11 @@ class Runtime:
             return
         sync_replicas(self.mesh, self.layout, self.states)
         self.weights_synced = True
+
+    def check_replicas(self) -> None:
+        """Compares parameters, and gradients in ``.grad``, between the ranks that hold copies of them."""
+        self._prepare()
+        self._guard.check()
 
     def hsdp_params(self) -> list[HSDPParam]:
         """The parameters as ``HSDPParam`` objects; the same object as long as the model holds the same parameter."""
@@ -392,6 +400,8 @@ class Runtime:
             elif isinstance(role, InputGrad):
                 input_grads[role.index] = value
         grads = reduction.finish(self, choice, grads)
+        if choice.after != "hold":
+            self._guard.after_backward(grads)
         keep = not self.flags.reshard_after_backward or self.policy.zero_level == 2
         if self.flags.last_backward or not keep:
             self.reshard()

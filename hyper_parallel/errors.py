@@ -13,6 +13,7 @@ __all__ = [
     "MeshError",
     "PlacementError",
     "PolicyError",
+    "ReplicaError",
     "ShardedStateError",
     "UnusedParameterError",
     "VerificationError",
@@ -41,6 +42,10 @@ class ShardedStateError(HPCompileError, RuntimeError):
 
 class UnusedParameterError(HPCompileError, RuntimeError):
     """Ranks used different parameters in one backward: names them and how many ranks."""
+
+
+class ReplicaError(HPCompileError, RuntimeError):
+    """Ranks that should hold the same bytes do not: names the FQN, the mesh dim and the ranks."""
 
 
 class CaptureError(HPCompileError, RuntimeError):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hyper_parallel.fully_shard.gather import PendingGather
+from hyper_parallel.fully_shard.guard import ReplicaGuard
 from hyper_parallel.fully_shard.reduce import PendingReduction
 from hyper_parallel.fully_shard.streams import Streams
 from hyper_parallel.torch_compat.eager import queue_backward_callback
@@ -28,6 +29,7 @@ class RunContext:
         is_last_backward: Whether that end waits for everything.
         post_forward_order: Units in the order in which they ended forward.
         post_optim_event: What the next gathers wait for, if the user said so.
+        guard: Compares replicas, if the environment asks for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,6 +40,7 @@ class RunContext:
         self.is_last_backward = True
         self.post_forward_order: list[UnitState] = []
         self.post_optim_event: Any = None
+        self.guard = ReplicaGuard()
         self._streams: Streams | None = None
         self._reductions: list[PendingReduction] = []
         self._max_in_flight = 1

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hyper_parallel.errors import PolicyError, ShardedStateError
+from hyper_parallel.fully_shard.guard import compare_replicas
 from hyper_parallel.fully_shard.param import HSDPParam
 from hyper_parallel.fully_shard.registry import unit_of
 from hyper_parallel.fully_shard.state import UnitState
@@ -78,6 +79,23 @@ class HSDPModule:
     def reshard(self) -> None:
         """Frees the full parameters of the module's own unit and registers the slices."""
         _unit(self).reshard()
+
+    def check_replicas(self) -> None:
+        """Checks that ranks which should hold the same bytes of a slice do, and of its ``.grad``.
+
+        Collective over the meshes of the units below the module. A checksum of the bits is compared
+        along each mesh dim. With ``HP_COMPILE_CHECK_REPLICAS=1`` every step of the model does it.
+
+        Raises:
+            ReplicaError: Some differ; all ranks of the mesh raise it, with the first parameter, the
+                mesh dim and the ranks.
+            ShardedStateError: Parameters are still on the meta device.
+        """
+        _unit(self).lazy_init()
+        units = _units(self, True)
+        for unit in units:
+            unit.check_ready()
+        compare_replicas(units)
 
     def reset_iter_state(self) -> None:
         """Forgets a step that failed in the middle of backward; its gradients are lost.

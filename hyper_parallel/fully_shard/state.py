@@ -191,6 +191,7 @@ class UnitState(ParamLifetime):
         context = self.context
         if context.forward_root is not None:
             return args, kwargs
+        context.guard.before_forward(context.units)
         context.enter_forward(self)
         if self.device.type != "cpu":
             args, kwargs = map_tensors(
@@ -312,6 +313,7 @@ class UnitState(ParamLifetime):
                 for unit in context.units:
                     unit._finalize_backward()
                 context.post_forward_order.clear()
+                context.guard.after_backward(context.units)
             context.forward_root = None
             context.callback_queued = False
         except BaseException:
