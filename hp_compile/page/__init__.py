@@ -1,4 +1,4 @@
-"""One HTML file that shows a plan: parameters, a step on its streams, memory, programs, and the difference to another.
+"""One HTML file that shows a plan: notes, parameters, a step on its streams, memory, programs, the difference to another.
 
 Needs the extra ``page`` (jinja2 and bokeh): ``pip install 'hyper-parallel[page]'``.
 """
@@ -63,6 +63,7 @@ def render(
     return template.render(
         plan=plan,
         other=other,
+        notes=data.note_rows(plan, other),
         columns=data.COLUMNS,
         rows=data.parameter_rows(plan, other),
         collectives=data.collective_rows(plan),

@@ -125,6 +125,22 @@ def _collective(c: Collective) -> tuple[str, ...]:
     )
 
 
+def note_rows(plan: Plan, other: Plan | None = None) -> list[tuple[str, str]]:
+    """What a reader of the plan may not expect, with a mark against another plan.
+
+    Args:
+        plan: the plan that is shown.
+        other: the plan to compare with.
+
+    Returns:
+        ``(mark, sentence)`` with mark ``""``, ``"added"`` or ``"removed"``; those of ``plan`` first.
+    """
+    if other is None:
+        return [("", note) for note in plan.notes]
+    rows = [("" if note in other.notes else "added", note) for note in plan.notes]
+    return rows + [("removed", note) for note in other.notes if note not in plan.notes]
+
+
 def modules(plan: Plan) -> list[ModuleText]:
     """The programs as text, grouped by the module that a node comes from, in order of appearance."""
     found: list[ModuleText] = []
@@ -247,6 +263,7 @@ __all__ = [
     "figures",
     "formulas",
     "modules",
+    "note_rows",
     "parameter_rows",
     "quantity",
     "seconds",

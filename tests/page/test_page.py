@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+import functools
+import html
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import hp_compile
 from hp_compile.page import data, render
 from hyper_parallel.errors import HPCompileError
-from tests.cost.plans import plan_on
+from tests.cost.plans import make_plan, plan_on
 
 pytest.importorskip("bokeh", reason="the extra `page` is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
+
+
+TP = ("dp_shard", "tp")
+
+
+class FewHeads(nn.Module):
+    """One key head, and a softmax over cut features, which has no rule for parts."""
+
+    def __init__(self, heads: int = 1) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_key_value_heads=heads)
+        self._tp_plan = {"*_proj": "colwise", "o": "rowwise"}
+        self.k_proj, self.q_proj = nn.Linear(6, 8), nn.Linear(6, 8)
+        self.o = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o(self.q_proj(x).softmax(-1)) + self.k_proj(x).sum()
+
+
+@functools.cache
+def noted(heads: int = 1) -> hp_compile.Plan:
+    """A plan with notes: two with one key head, one with two."""
+    args = (torch.randn(4, 6),)
+    return make_plan(FewHeads(heads), args, (2, 2), names=TP, tp_plan="auto", dynamic=False)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +87,20 @@ def test_text_is_escaped_and_a_page_without_another_plan_has_no_difference() -> 
     body = text.split("<main>")[1].split("</main>")[0]
     assert "&lt;built-in function getitem&gt;" in body and "<built-in" not in body
     assert 'id="difference"' not in body and "only-changed" not in body
+
+
+def test_notes() -> None:
+    plan = noted()
+    whole, gathered = plan.notes
+    assert "stay whole" in whole and "softmax" in gathered and "has no rule for parts" in gathered
+    body = html.unescape(render(plan).split("<main>")[1])
+    assert body.count("<li>") == 2
+    assert f"<li>{whole}</li>" in body and f"<li>{gathered}</li>" in body
+    assert data.note_rows(plan) == data.note_rows(plan, plan) == [("", whole), ("", gathered)]
+    assert data.note_rows(noted(2), plan) == [("", gathered), ("removed", whole)]
+    assert data.note_rows(plan, noted(2)) == [("added", whole), ("", gathered)]
+    assert "only in the plan before" in render(noted(2), plan)
+    assert 'id="notes"' not in render(plan_on((1, 2), "tiny"))
 
 
 def test_rows_against_another_plan() -> None:
@@ -224,6 +267,27 @@ def test_programs_open(browser: Any) -> None:
     shut = browser.find_elements("css selector", "details:not([open])")
     assert shut == [] and "aten.mm" in browser.find_element("css selector", "#programs").text
     browser.find_element("id", "close-all").click()
+
+
+def test_notes_are_seen_and_linked(browser: Any, page: Path, tmp_path: Path) -> None:
+    assert not browser.find_elements("id", "notes")  # the plan has none
+    path = Path(os.environ.get("HP_NOTES_PAGE", tmp_path / "notes.html"))
+    path.write_text(render(noted(2), noted()))
+    browser.get(path.as_uri())
+    try:
+        items = browser.find_elements("css selector", "#notes li")
+        assert [item.get_attribute("class") for item in items] == ["", "removed"]
+        assert "softmax" in items[0].text and "stay whole" in items[1].text
+        assert all(item.is_displayed() and item.size["height"] > 20 for item in items)
+        link = browser.find_element("css selector", "nav a[href='#notes']")
+        assert link.text == "notes 1"
+        link.click()
+        assert browser.current_url.endswith("#notes")
+        wide = "return document.documentElement.scrollWidth > window.innerWidth"
+        assert not browser.execute_script(wide)
+        assert [e for e in browser.get_log("browser") if e["level"] != "INFO"] == []
+    finally:
+        browser.get(page.as_uri())
 
 
 def test_the_console_is_clean(browser: Any) -> None:
