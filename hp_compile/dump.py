@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from types import FunctionType
 from typing import TYPE_CHECKING
 
 from hyper_parallel.placement import format_placements
@@ -139,7 +140,7 @@ def _shard_text(p: ParamPlan) -> str:
 
 
 def graph_text(gm: object) -> str:
-    """A program as text: one node a line, shapes and dtypes, mesh dims instead of process groups."""
+    """A program as text: one node a line, shapes and dtypes, mesh dims instead of process groups; roles once it has them."""
     lines = []
     for node in gm.graph.nodes:  # type: ignore[attr-defined]
         value = node.meta.get("val")
@@ -147,12 +148,17 @@ def graph_text(gm: object) -> str:
         comm = node.meta.get("comm")
         where = f"  # {comm.purpose} over {'×'.join(comm.axes)}" if comm else ""
         if node.op == "placeholder":
-            lines.append(f"{node.name}{shape} = input {node.meta['role']}")
+            lines.append(f"{node.name}{shape} = input {node.meta.get('role', node.target)}")
+        elif node.op == "get_attr":
+            lines.append(f"{node.name}{shape} = attribute {node.target}")
+        elif node.op == "output" and "roles" not in node.meta:
+            lines.append(f"return {node.args[0]}")
         elif node.op == "output":
             for item, role in zip(node.args[0], node.meta["roles"], strict=True):
                 lines.append(f"return {item} as {role}")
         else:
-            target = str(node.target).removesuffix(".default")
+            own = isinstance(node.target, FunctionType)  # printed with its address otherwise
+            target = node.target.__name__ if own else str(node.target).removesuffix(".default")
             args = [a for a in node.args if not (isinstance(a, str) and a.startswith("hp:"))]
             lines.append(f"{node.name}{shape} = {target}({', '.join(map(str, args))}){where}")
     return "\n".join(lines) + "\n"

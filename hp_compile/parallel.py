@@ -9,11 +9,13 @@ from typing import Any
 from torch import fx
 from torch.distributed.tensor import Placement
 
+from hp_compile.dump import graph_text
 from hp_compile.pipeline import verification
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.plan import ParamPlan, with_sum_axes
 from hyper_parallel.tensor_parallel import TensorParallelPlan
 from hyper_parallel.torch_compat.distributed import shard_dim_of, split_factor_of
+from hyper_parallel.torch_compat.tracing import trace_artifact
 from passes.tensor_parallel import Boundary, Gathered, Layout, Parallelised, tensor_parallel
 from passes.verify import verify_parallel
 
@@ -58,6 +60,7 @@ def parallel_forward(
             mode=mode,
             keep_outputs=keep_outputs or plan.keep_outputs,
         )
+        trace_artifact("hp_compile_exported_tensor_parallel", lambda: graph_text(made.forward))
         if verification() != "0":
             verify_parallel(made)
         return made

@@ -7,7 +7,8 @@ backward --reduce_grads, bucket, overlap--> lowered
 Every program is proved (``passes.verify``) before it is lowered. The environment variable ``HP_COMPILE_VERIFY`` changes
 that: ``0`` proves nothing, ``1`` (the default) what is lowered, ``each`` also the result of every single pass.
 
-With ``TORCH_TRACE=folder`` the program after every pass is an artifact of torch's structured trace; ``tlparse`` shows it.
+With ``TORCH_TRACE=folder`` the program after every pass is an artifact of torch's structured trace; the index of
+``tlparse`` lists it as ``hp_compile_<stage>_<pass>``.
 """
 
 from __future__ import annotations

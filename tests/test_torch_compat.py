@@ -128,26 +128,50 @@ plan_blocks((2,), count=1)
 """
 
 
-def test_the_program_after_every_pass_is_in_the_structured_trace(tmp_path: Path) -> None:
+PLAN_WITH_TENSOR_PARALLEL = """
+import torch
+from tests.cost.plans import make_plan
+from tests.models import CASES
+plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+make_plan(CASES["tiny"].make(), (torch.ones(2, 8),), (1, 2), names=("dp_shard", "tp"), tp_plan=plan)
+"""
+PASSES = [
+    "hp_compile_captured_annotate",
+    "hp_compile_captured_cleanup",
+    "hp_compile_sharded_unshard",
+    "hp_compile_forward_partition",
+    "hp_compile_backward_partition",
+    "hp_compile_forward_bucket",
+    "hp_compile_forward_overlap",
+    "hp_compile_backward_reduce_grads",
+    "hp_compile_backward_bucket",
+    "hp_compile_backward_overlap",
+]
+
+
+@pytest.mark.parametrize(
+    ("code", "before", "line"),
+    [
+        (PLAN_WITH_TRACE, [], "# reduce_grad over dp_shard"),
+        (
+            PLAN_WITH_TENSOR_PARALLEL,
+            ["hp_compile_exported_tensor_parallel"],
+            "= total(",
+        ),
+    ],
+    ids=["data", "tensor"],
+)
+def test_the_program_after_every_pass_is_in_the_structured_trace(
+    tmp_path: Path, code: str, before: list[str], line: str
+) -> None:
     root = Path(__file__).resolve().parents[1]
     environment = {**os.environ, "TORCH_TRACE": str(tmp_path), "PYTHONPATH": str(root)}
-    subprocess.run([sys.executable, "-c", PLAN_WITH_TRACE], check=True, cwd=root, env=environment)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, env=environment)
     (log,) = tmp_path.glob("*.log")
     text = log.read_text()
-    named = re.findall(r'"name": "(hp_compile_\w+)"', text)
-    assert named == [
-        "hp_compile_captured_annotate",
-        "hp_compile_captured_cleanup",
-        "hp_compile_sharded_unshard",
-        "hp_compile_forward_partition",
-        "hp_compile_backward_partition",
-        "hp_compile_forward_bucket",
-        "hp_compile_forward_overlap",
-        "hp_compile_backward_reduce_grads",
-        "hp_compile_backward_bucket",
-        "hp_compile_backward_overlap",
-    ]
-    assert "# reduce_grad over dp_shard" in text
+    assert re.findall(r'"name": "(hp_compile_\w+)"', text) == before + PASSES
+    assert line in (text.partition(PASSES[0])[0] if before else text)
+    assert "= <function" not in text
 
 
 def test_no_text_is_made_without_a_trace() -> None:
