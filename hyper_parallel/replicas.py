@@ -11,6 +11,7 @@ is reduced over the mesh, so that all of its ranks raise together. Only when som
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -191,7 +192,9 @@ class _Comparison:
         facts = [int(Checksum()(value)), layout_number(value)]
         table = dict(zip(self.layout.ranks, self._table(facts), strict=True))
         lines = self._lines(dim)
-        references = {rank: _reference(line, table) for line in lines for rank in line}
+        references: dict[int, int] = {}
+        for line in lines:
+            references.update(dict.fromkeys(line, _reference(line, table)))
         amounts = self._amounts(replica, dim, table, references)
         wrong = [
             f"rank {rank} {_difference(references[rank], table, amounts, rank, replica.kind)}"
@@ -200,13 +203,12 @@ class _Comparison:
             if table[rank] != table[references[rank]]
         ]
         name, size = self.layout.dim_names[dim], self.layout.shape[dim]
-        text = f"{replica.fqn}: ranks that should hold the same bytes of this {replica.kind} do not"
-        text += (
-            f"\n  mesh dim: {name}({size}); placement {format_placements(replica.placements)} on "
+        placement = format_placements(replica.placements)
+        text = (
+            f"{replica.fqn}: ranks that should hold the same bytes of this {replica.kind} do not\n"
+            f"  mesh dim: {name}({size}); placement {placement} on ({', '.join(self.layout.dim_names)})"
         )
-        text += f"({', '.join(self.layout.dim_names)})"
-        for index, line in enumerate(wrong[:_SHOWN]):
-            text += f"\n  {'found:   ' if index == 0 else '         '} {line}"
+        text += "\n  found:    " + "\n            ".join(wrong[:_SHOWN])
         if len(wrong) > _SHOWN:
             text += f"\n            … {len(wrong)} ranks in all"
         return text
@@ -230,10 +232,11 @@ class _Comparison:
         alike = len({table[r][1] for r in line}) == 1
         count, most = 0, 0.0
         if replica.value is not None and alike:
-            theirs = replica.value.to(self.device, copy=True).contiguous()
-            group = self.mesh.get_group(dim)
-            dist.broadcast(theirs, src=references[rank], group=group)
-            count, most = _compare(replica.value.cpu(), theirs.cpu())
+            mine = replica.value.to(self.device).resolve_conj().contiguous()
+            theirs = mine.clone()
+            wire = theirs.reshape(-1).view(torch.uint8)  # backends do not know every dtype
+            dist.broadcast(wire, src=references[rank], group=self.mesh.get_group(dim))
+            count, most = _compare(mine.cpu(), theirs.cpu())
         bits = int(torch.tensor(most, dtype=torch.float64).view(torch.int64))
         found = self._table([count, bits])
         largest = [float(torch.tensor(b).view(torch.float64)) for _, b in found]
@@ -244,8 +247,8 @@ class _Comparison:
 
 def _reference(line: Sequence[int], table: Mapping[int, tuple[int, ...]]) -> int:
     """The rank that others are compared with: the first of those that most agree with."""
-    contents = [table[rank] for rank in line]
-    return max(line, key=lambda rank: (contents.count(table[rank]), -line.index(rank)))
+    ((content, _),) = Counter(table[rank] for rank in line).most_common(1)
+    return next(rank for rank in line if table[rank] == content)
 
 
 def _difference(

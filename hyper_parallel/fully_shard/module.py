@@ -89,7 +89,7 @@ class HSDPModule:
         Raises:
             ReplicaError: Some differ; all ranks of the mesh raise it, with the first parameter, the
                 mesh dim and the ranks.
-            ShardedStateError: Parameters are still on the meta device.
+            ShardedStateError: Parameters are still on the meta device, or a step is running.
         """
         _unit(self).lazy_init()
         units = _units(self, True)

@@ -137,9 +137,16 @@ def odd_values(rank: int, world_size: int) -> list[str]:
         with torch.no_grad():
             list(names.values())[1].fill_(float("nan"))
 
+    def float16(model: nn.Module) -> None:
+        model.to(torch.float16)
+
     texts = []
-    for fields in ({}, {"offload_policy": CPUOffloadPolicy()}, {"enable_param_shard": False}):
-        model = make(UNEVEN, HSDP, mixed, **fields)
+    for prepare, fields in (
+        (mixed, {}),
+        (mixed, {"offload_policy": CPUOffloadPolicy()}),
+        (float16, {"enable_param_shard": False}),
+    ):
+        model = make(UNEVEN, HSDP, prepare, **fields)
         texts.append(error_of(model.check_replicas))  # NaN is equal to the same NaN
         names = dict(model.named_parameters())
         if rank == 2:

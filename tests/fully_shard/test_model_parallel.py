@@ -109,6 +109,7 @@ def tensor_parallel(
     if sequence:
         x = distribute_tensor(x, mesh["tp"], [Shard(1)], src_data_rank=None)
     model(x).square().mean().backward()
+    model.check_replicas()  # bit for bit, over tp too
     weight = seen[0]
     assert isinstance(weight, DTensor), "forward sees the TP placement"
     assert weight.device_mesh == mesh["tp"] and weight.placements == (Shard(0),)
@@ -215,6 +216,7 @@ def pure_tp(rank: int, world_size: int, enable: bool | None) -> None:
         assert param.plan.reduction == "none"
     with count_collectives() as calls:
         model(batch(0)).square().mean().backward()
+    model.check_replicas()
     assert "reduce_scatter" not in calls.kinds() and "all_gather" not in calls.kinds()
     for name, grad in full_grads(model).items():
         torch.testing.assert_close(grad, expected[name], rtol=2e-5, atol=2e-6, msg=name)
