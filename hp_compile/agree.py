@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from hyper_parallel.checksum import Checksum
 from hyper_parallel.errors import VerificationError
 from hyper_parallel.mesh import MeshLayout
 from hyper_parallel.replicas import VARIABLE, checks_every_step
@@ -161,8 +162,9 @@ def compare_inputs(runtime: Runtime, tensors: Sequence[torch.Tensor]) -> None:
     axes = runtime.layout.roles.tp
     if runtime.board.silent or runtime.layout.size(axes) == 1:
         return
+    checksum = Checksum()
     lines = [
-        f"input {i}: {t.dtype}{list(t.shape)}, checksum {checksum(t)}"
+        f"input {i}: {t.dtype}{list(t.shape)}, checksum {int(checksum(t))}"
         for i, t in enumerate(tensors)
     ]
     runtime.board.post("inputs", lines)
@@ -172,17 +174,6 @@ def compare_inputs(runtime: Runtime, tensors: Sequence[torch.Tensor]) -> None:
         ranks=runtime.layout.ranks_along(axes),
         difference=partial(_other_inputs, runtime.layout),
     )
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """A number that differs, almost certainly, for tensors with different bytes.
-
-    Args:
-        tensor: any tensor.
-    """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
-    places = torch.arange(1, data.numel() + 1, device=data.device) % 1_000_003
-    return int(((data + 1) * places).sum())
 
 
 def _other_inputs(
@@ -222,4 +213,4 @@ def _difference(rank: int, mine: list[str], other: int, theirs: list[str]) -> st
     return f"ranks {rank} and {other} built different programs"
 
 
-__all__ = ["TIMEOUT_SECONDS", "Board", "checksum", "compare_inputs", "compare_ranks", "describe"]
+__all__ = ["TIMEOUT_SECONDS", "Board", "compare_inputs", "compare_ranks", "describe"]

@@ -45,8 +45,8 @@ VARIABLE = "HP_COMPILE_CHECK_REPLICAS"
 _SHOWN = 4
 
 _LIKELY = {
-    "parameter": "other initial values on these ranks (seed them alike; Policy(sync_weights=True) broadcasts over "
-    "data-parallel replicas), an optimizer step that one of them skipped or did differently, or a change in place on one",
+    "parameter": "other initial values on these ranks (seed them alike; Policy(sync_weights=True) makes them "
+    "equal), an optimizer step that one of them skipped or did differently, or a change in place on one",
     "gradient": "a reduction that is missing, other data on ranks that should see the same, or a kernel that is not "
     "deterministic where every rank computes this gradient for itself",
 }

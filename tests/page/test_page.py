@@ -92,7 +92,9 @@ def test_text_is_escaped_and_a_page_without_another_plan_has_no_difference() -> 
 def test_notes() -> None:
     plan = noted()
     whole, gathered = plan.notes
-    assert "stay whole" in whole and "softmax" in gathered and "has no rule for parts" in gathered
+    assert (
+        "stay whole" in whole and "softmax" in gathered and "mixes what the ranks hold" in gathered
+    )
     body = html.unescape(render(plan).split("<main>")[1])
     assert body.count("<li>") == 2
     assert f"<li>{whole}</li>" in body and f"<li>{gathered}</li>" in body
