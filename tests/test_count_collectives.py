@@ -127,6 +127,7 @@ def compiled_calls(rank: int, world_size: int) -> list[CollectiveCalls]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_graphs_and_compiled_code_are_counted_and_tracing_is_not() -> None:
     for graph, compiled, tracing in run_ranks(compiled_calls, 2):

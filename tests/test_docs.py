@@ -67,6 +67,7 @@ def test_quick_start_runs_as_printed(readme_scripts: Path) -> None:
     assert len(losses) == 5 and all(5 < loss < 9 for loss in losses)
 
 
+@pytest.mark.slow
 def test_dump_in_readme_is_current(readme_scripts: Path) -> None:
     output = run("show_plan.py", cwd=readme_scripts).rstrip("\n") + "\n"
     (printed,) = blocks(README, "text")
@@ -77,6 +78,7 @@ def test_dump_in_readme_is_current(readme_scripts: Path) -> None:
     assert printed == output, "run the test with EXPECTTEST_ACCEPT=1 and read the difference"
 
 
+@pytest.mark.slow
 def test_prices_in_readme_are_printed(readme_scripts: Path) -> None:
     pytest.importorskip("bokeh", reason="the extra `page` is not installed")
     output = run("price_plan.py", cwd=readme_scripts)

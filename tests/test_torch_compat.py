@@ -149,6 +149,7 @@ PASSES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "before", "line"),
     [

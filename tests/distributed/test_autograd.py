@@ -70,7 +70,7 @@ class Sums(nn.Module):
         return self.weight(x) + self.b1 + self.b2.view(2, 4) + self.b3
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ignored", [(), ("b*",)])
 def test_gradients_share_no_memory(backend: str, ignored: tuple[str, ...]) -> None:
     model, plain = pair(Sums, backend=backend, ignored_params=ignored)

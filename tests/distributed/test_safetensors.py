@@ -94,6 +94,7 @@ def out_and_in(rank: int, world_size: int, folder: str) -> None:
             assert any(not torch.equal(v, expected[n]) for n, v in full_weights(model).items())
 
 
+@pytest.mark.slow
 def test_files_hold_the_plain_weights_and_load_again(tmp_path: Path) -> None:
     run_ranks(out_and_in, 4, str(tmp_path), timeout=500)
 

@@ -179,7 +179,7 @@ def go_on(
     ("source", "targets"),
     [
         ("dp×tp", {1: ["one"]}),
-        ("one", {4: ["dp×tp"]}),
+        pytest.param("one", {4: ["dp×tp"]}, marks=pytest.mark.slow),
         pytest.param(
             "dp×tp",
             {4: ["dp×tp", "tp×dp", "dp", "hybrid"], 2: ["tp"], 3: ["three"]},
@@ -316,7 +316,13 @@ def test_replicas_start_from_the_first_one() -> None:
 # ------------------------------------------------------------------ groups inside the shard dim
 
 
-@pytest.mark.parametrize("plan", [VOCABULARY, SEQUENCE], ids=["vocabulary", "sequence"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(VOCABULARY, marks=pytest.mark.slow, id="vocabulary"),
+        pytest.param(SEQUENCE, id="sequence"),
+    ],
+)
 def test_resharding_to_a_smaller_group_inside_dp(plan: dict[str, Any]) -> None:
     case = CASES["lm"]
     with fake_world(8):

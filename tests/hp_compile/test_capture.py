@@ -310,7 +310,7 @@ def _sync(sharded: Any) -> Any:
     return choose(sharded._hp_runtime).run
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_lstm_and_shared_buffers_of_recurrent_layers(backend: str) -> None:
     class Recurrent(Net):
         def __init__(self) -> None:

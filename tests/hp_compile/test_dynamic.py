@@ -49,6 +49,7 @@ class Halves(Net):
         return y * 2 if x.shape[0] > 8 else y
 
 
+@pytest.mark.slow
 def test_sizes_that_forward_fixes_or_asks_for(caplog: pytest.LogCaptureFixture) -> None:
     with one_rank() as mesh, caplog.at_level(logging.WARNING, "hp_compile"):
         sharded, plain = pair(Loop, mesh)

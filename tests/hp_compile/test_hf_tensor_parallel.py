@@ -105,6 +105,7 @@ class TestCollectives(expecttest.TestCase):
         )
         assert plan.notes == ()
 
+    @pytest.mark.slow
     def test_qwen3(self) -> None:
         plan = check(model_of("Qwen3", head_dim=8))
         self.assertExpectedInline(
@@ -202,6 +203,7 @@ def test_models(name: str, changes: dict[str, Any]) -> None:
     check(model_of(name, **changes))
 
 
+@pytest.mark.slow
 def test_one_key_head_is_replicated() -> None:
     plan = check(model_of("Llama", num_key_value_heads=1), run=False)
     assert "4 more" not in plan.notes[0] and "1 heads do not divide over 2 ranks" in plan.notes[0]

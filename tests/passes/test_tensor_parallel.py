@@ -209,6 +209,7 @@ backward all_gather embed""",
             "summed over tp(2), of which each rank has a term" in plan.params["norm.weight"].reason
         )
 
+    @pytest.mark.slow
     def test_bytes_are_the_same(self) -> None:
         sent = {}
         for name, tp_plan in (("tp", MEGATRON), ("sp", SEQUENCE)):
