@@ -315,7 +315,13 @@ def capture(
         output=outputs.spec,
         fake_mode=export_mode,
         input_shapes=tuple(tuple(v.shape) for v in values),
-        constants=_constants(forward, twin),
+        constants={
+            **_constants(forward, twin),
+            **{
+                name.removeprefix(f"{_ROOT}."): value
+                for name, value in (parallelised.constants if parallelised else {}).items()
+            },
+        },
         tied=tied,
         updates=outputs.updates,
         partial=frozenset(n.removeprefix(f"{_ROOT}.") for n in parallelised.partial)

@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import (
 
 from hyper_parallel.errors import PolicyError
 from hyper_parallel.mesh import MeshLayout
-from hyper_parallel.torch_compat.distributed import shard_dim_of, strided_shard
+from hyper_parallel.torch_compat.distributed import shard_dim_of, split_factor_of, strided_shard
 
 __all__ = [
     "ModuleBoundary",
@@ -114,6 +114,15 @@ _REFUSED: Mapping[str, str] = {
 }
 #: Strings whose sums leave cut along the sequence where another string of the plan is ``sequence_parallel``.
 _SUMMED = frozenset({"rowwise", "rowwise_split_input", "embedding_rowwise"})
+_TORCH_STYLES = frozenset(
+    {
+        "ColwiseParallel",
+        "RowwiseParallel",
+        "SequenceParallel",
+        "PrepareModuleInput",
+        "PrepareModuleOutput",
+    }
+)
 _EXPERTS = ("moe_", "ep_", "grouped_")
 
 
@@ -185,13 +194,22 @@ def style_of(pattern: str, style: object) -> TensorParallelStyle:
                 "the module out of the plan"
             )
         near = difflib.get_close_matches(style, [*_STYLES, *_REFUSED], 1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        if style in _TORCH_STYLES:
+            meant = (
+                f"; pass the object {style}() of torch.distributed.tensor.parallel, or a string."
+            )
         raise PolicyError(
             f"{where}: unknown style {style!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            + meant
             + f" Known styles: {', '.join(sorted(_STYLES))}"
         )
     if isinstance(style, ParallelStyle):
         return _torch_style(where, style)
+    if isinstance(style, type) and issubclass(style, ParallelStyle | TensorParallelStyle):
+        raise PolicyError(
+            f"{where}: got the class {style.__name__}; pass an object of it, {style.__name__}(...)"
+        )
     raise PolicyError(
         f"{where}: expected a style string such as 'colwise', or an object of torch.distributed.tensor.parallel, got "
         f"{type(style).__name__} {style!r}"
@@ -319,6 +337,7 @@ def resolve_tp_plan(
             elif style.enters is not None or style.leaves is not None:
                 boundaries[name] = ModuleBoundary(style.enters, style.given, style.leaves)
         for fqn, placement in cut.items():
+            _check_blocks(where, fqn, params[fqn], placement, size)
             owner = first.get(fqn, fqn)
             known = placements.setdefault(owner, (name, placement))
             if known[1] != placement:
@@ -329,6 +348,18 @@ def resolve_tp_plan(
     final = {fqn: p for fqn, (_, p) in placements.items() if not isinstance(p, Replicate)}
     keep = any(style.keeps_output for _, style in chosen.values())
     return TensorParallelPlan(axes[0], size, final, boundaries, keep, tuple(notes))
+
+
+def _check_blocks(
+    where: str, fqn: str, param: nn.Parameter, placement: Placement, size: int
+) -> None:
+    """A packed dim has to be so many blocks, each of them a multiple of the ranks."""
+    dim, blocks = shard_dim_of(placement), split_factor_of(placement)
+    if dim is not None and blocks > 1 and param.shape[dim] % (blocks * size):
+        raise PolicyError(
+            f"{where}: {fqn} of shape {tuple(param.shape)} is packed on dim {dim}, whose {param.shape[dim]} rows are no "
+            f"{blocks} equal blocks that {size} ranks can cut; change blocks, or use 'replicate'"
+        )
 
 
 def _own_plan(model: nn.Module) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from passes.tensor_parallel.shapes import same_size
 _ALIKE = frozenset(
     getattr(packet, overload)
     for packet in (
-        aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.detach, aten.alias, aten.type_as,
+        aten.to, aten._to_copy, aten.clone, aten.contiguous, aten.detach, aten.alias,
         aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.masked_fill,
         aten.masked_fill_, aten.where, aten.silu, aten.gelu, aten.relu, aten.sigmoid, aten.tanh,
         aten.softplus, aten.mish, aten.hardswish, aten.hardtanh, aten.leaky_relu, aten.elu, aten.selu,
@@ -49,6 +49,8 @@ def pointwise(call: Call) -> Decision | None:
         cut = [n for n in tensors if not call.layout(n).replicated]
         cut.sort(key=lambda n: _elements(n), reverse=True)
         chosen = next((at for n in cut if (at := _aligned(call, n, rank)) is not None), None)
+        if chosen is not None and not _as_long(call, chosen, cut):
+            return None
     if chosen is None or chosen.dim is None:
         return None
     inputs = {}
@@ -60,6 +62,23 @@ def pointwise(call: Call) -> Decision | None:
         else:
             inputs[node] = chosen.at(dim)
     return Decision(chosen, inputs)
+
+
+@rule(aten.type_as.default, aten.to.other)
+def _dtype_of_another(call: Call) -> Decision | None:
+    """Of the second tensor only the dtype is read, so it may be cut in any way."""
+    source, other = call.argument("self"), call.argument("other")
+    layout = call.layout(source)
+    inputs = {other: call.layout(other), source: layout}
+    return Decision(layout, inputs, alike=layout.replicated)
+
+
+def _as_long(call: Call, chosen: Layout, cut: Sequence[fx.Node]) -> bool:
+    """Whether the output is as long on the dim that is cut as an input that is: else it does not follow it."""
+    rank = len(call.out_shape)
+    back = (chosen.dim or 0) - rank
+    inputs = [n for n in cut if _aligned(call, n, rank) == chosen]
+    return any(same_size(shape_of(n)[back], call.out_shape[back]) for n in inputs)
 
 
 def _aligned(call: Call, node: fx.Node, rank: int) -> Layout | None:
@@ -79,7 +98,7 @@ def _elements(node: fx.Node) -> float:
 )  # fmt: skip
 def _no_content(call: Call) -> Decision | None:
     """Only dtype and device of the input are read."""
-    return Decision(REPLICATED, dict(call.layouts))
+    return Decision(REPLICATED, dict(call.layouts), alike=True)
 
 
 @rule(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)

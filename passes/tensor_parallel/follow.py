@@ -193,7 +193,7 @@ class Layouts:
     def varies(self, source: fx.Node, user: fx.Node) -> bool:
         """Whether the gradient that ``user`` gives a whole value is a term of a sum."""
         decision = self.decisions.get(user)
-        if decision is None:
+        if decision is None or decision.alike:
             return user in self.terms
         if source in decision.after:  # added to the sum
             return decision.output != REPLICATED

@@ -256,6 +256,10 @@ def vocab_cross_entropy(
     return loss.sum() / counts.sum() if reduction == 1 else loss.sum()
 
 
+#: Operators whose second argument counts rows of a vocabulary that is cut.
+BY_IDS = frozenset({vocab_embedding, vocab_cross_entropy})
+
+
 def dropout_attention(
     query: Tensor,
     key: Tensor,

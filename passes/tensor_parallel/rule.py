@@ -79,6 +79,7 @@ class Decision:
         partial: its output is a term of a sum.
         emit: makes the local call from the local arguments, when it is not the same call: ``emit(add, args, kwargs)``,
             where ``add(target, *args, **kwargs)`` makes a node.
+        alike: all ranks compute the same: of inputs that are cut only dtype or sizes are read.
         after: what is added to the sum of a partial output: the arguments of ``aten.add.Tensor`` after the first.
     """
 
@@ -86,6 +87,7 @@ class Decision:
     inputs: Mapping[fx.Node, Layout] = field(default_factory=dict)
     partial: bool = False
     emit: Callable[..., fx.Node] | None = None
+    alike: bool = False
     after: tuple[fx.Node, ...] = ()
 
 

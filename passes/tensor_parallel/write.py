@@ -77,6 +77,7 @@ class Parallelised:
         uncut: modules at which a value was to be cut and is not, with the dim and its length.
         outputs: layout of every flat output of ``forward``; whole unless asked otherwise.
         claims: which local value is which.
+        constants: values of constants that became buffers of ``forward``.
     """
 
     forward: fx.GraphModule
@@ -85,6 +86,7 @@ class Parallelised:
     uncut: Mapping[str, tuple[int, int]]
     outputs: tuple[Layout, ...]
     claims: Claims
+    constants: Mapping[str, torch.Tensor]
 
 
 class Writer:
@@ -103,6 +105,7 @@ class Writer:
         self.graph = compat.empty_graph_like(facts.forward.graph)
         self.local: dict[fx.Node, fx.Node] = {}
         self.converted: dict[tuple[fx.Node, Layout, bool], fx.Node] = {}
+        self.constants: dict[str, torch.Tensor] = {}
         self.reads: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     def write(self) -> Parallelised:
@@ -119,7 +122,13 @@ class Writer:
                 else:
                     self.local[node] = self.graph.node_copy(node)
                     if node.op == "get_attr":
-                        self.local[node].meta["val"] = attribute(forward, str(node.target))
+                        held = attribute(forward, str(node.target))
+                        # A constant of forward is real: nothing may compute with it now.
+                        known = compat.is_fake(held) or not isinstance(held, torch.Tensor)
+                        self.local[node].meta["val"] = (
+                            held if known else self.mode.from_tensor(held)
+                        )
+            self._hide_constant_ids()
         claims = Claims(
             single=forward.graph,
             params=facts.params,
@@ -139,7 +148,13 @@ class Writer:
             for s in sources
         ]
         return Parallelised(
-            forward, frozenset(partial), tuple(notes), dict(facts.uncut), outputs, claims
+            forward,
+            frozenset(partial),
+            tuple(notes),
+            dict(facts.uncut),
+            outputs,
+            claims,
+            self.constants,
         )
 
     def _cut_parameters(self) -> None:
@@ -156,6 +171,29 @@ class Writer:
                 local = torch.empty(shape, dtype=whole.dtype, device=whole.device)
                 made[id(whole)] = nn.Parameter(local, requires_grad=whole.requires_grad)
             owner._parameters[last] = made[id(whole)]
+
+    def _hide_constant_ids(self) -> None:
+        """Hides the numbers of constants that say which row of a cut vocabulary is read.
+
+        A trace computes with constants that it knows, but which rows are this rank's is known when a program runs.
+        """
+        ids = [n.args[1] for n in self.graph.nodes if n.target in functional.BY_IDS]
+        seen: set[fx.Node] = set()
+        while ids:
+            node: Any = ids.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            ids.extend(node.all_input_nodes)
+            if node.op == "get_attr":
+                path, _, last = str(node.target).rpartition(".")
+                owner = self.facts.forward.get_submodule(path)
+                held = getattr(owner, last)
+                if not isinstance(held, nn.Parameter) and not compat.is_fake(held):
+                    self.constants[str(node.target)] = held
+                    if last not in owner._buffers:
+                        delattr(owner, last)
+                    owner.register_buffer(last, torch.empty_like(node.meta["val"]))
 
     # -------------------------------------------------------------- calls
 
@@ -179,7 +217,10 @@ class Writer:
         args: Any = fx.node.map_arg(node.args, read)
         kwargs: Any = fx.node.map_arg(node.kwargs, read)
         decision = facts.decisions.get(node)
-        if decision is None or decision.emit is None:
+        if decision is None and not compat.is_backed(node.meta["val"]):
+            # Its sizes depend on values: computed again, they would be other symbols.
+            made = self.graph.node_copy(node, lambda source: read(source))
+        elif decision is None or decision.emit is None:
             made = add(node.target, *args, **kwargs)
         else:
             made = decision.emit(add, args, kwargs)

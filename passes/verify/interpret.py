@@ -66,7 +66,14 @@ TAKE_CHUNK = torch.ops.hyper_parallel.take_chunk.default
 LOCAL_IDS = torch.ops.hyper_parallel.local_ids.default
 _WEIGHT_COPIES = COPIES | {convert, aten._to_copy.default}
 _ORDER = "RSV"
-_SIZES = frozenset({aten.sym_size.int, aten.sym_numel.default})
+#: What they return depends on the sizes of their inputs, not on the elements.
+_SIZES = frozenset(
+    {
+        aten.sym_size.int, aten.sym_numel.default,
+        aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.new_empty.default,
+        aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default,
+    }
+)  # fmt: skip
 
 
 class Interpreter:
@@ -430,7 +437,7 @@ class Interpreter:
         source: Any = node.args[0]
         value = self.values[source]
         if not comm.params:  # of the model's own computation
-            state = self._opaque_state(node, value.state, group)
+            state = self._opaque_state(value.state, group)
             return Value(digest(node, self._digest), state, pending=node)
         pack = self._input_pack(node, source)
         if node.target is GATHER:
@@ -465,18 +472,13 @@ class Interpreter:
             for axis, old in zip(self.axes, state, strict=True)
         )
 
-    def _opaque_state(self, node: fx.Node, state: Sequence[str], group: Group) -> tuple[str, ...]:
-        """A collective of the model's own computation (tp, ep, cp)."""
+    def _opaque_state(self, state: Sequence[str], group: Group) -> tuple[str, ...]:
+        """State after a collective of the model's own computation (tp, ep, cp).
+
+        Which ones there are is proved before capture and bound by the digests. Equal values may be terms of a sum, so a sum
+        of R is not refused here.
+        """
         new = {"all_gather": "R", "all_reduce": "R", "reduce_scatter": "S"}.get(group.kind, "V")
-        for axis, old in zip(self.axes, state, strict=True):
-            if axis in group.axes and old == "R" and group.kind in ("all_reduce", "reduce_scatter"):
-                raise error(
-                    f"{node.name}: double reduction on mesh dim {axis!r}",
-                    node=node,
-                    found=f"state R on {axis}: every rank holds the same value",
-                    expected="state V: every rank holds a term of the sum",
-                    cause="the value has been reduced over this dim before",
-                )
         return self._after(state, group, new)
 
     def _own_part(self, node: fx.Node) -> Value:

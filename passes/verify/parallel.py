@@ -293,7 +293,7 @@ class _Proof:
     ) -> bool:
         """Checks which gradients the operator gives its whole inputs; returns whether its own is a term."""
         whole = [h for h in seen.values() if h.whole and h.of in self.trains]
-        if decision is None:
+        if decision is None or decision.alike:
             terms = [h for h in whole if h.terms]
             if not terms or single not in self.trains:
                 return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -106,6 +107,23 @@ def test_no_plan_is_no_plan() -> None:
 )  # fmt: skip
 def test_placements(plan: dict[str, Any], placements: dict[str, Any]) -> None:
     assert resolved(plan).placements == placements
+
+
+@pytest.mark.parametrize(
+    ("style", "words"),
+    [
+        ("ColwiseParallel", r"pass the object ColwiseParallel\(\) of torch"),
+        (ColwiseParallel, r"got the class ColwiseParallel; pass an object"),
+        (
+            TensorParallelStyle(name="qkv", weight="packed_colwise", blocks=3),
+            r"\['first'\]: first.weight of shape \(16, 8\).*16 rows are no 3 equal blocks that 2 ranks",
+        ),
+    ],
+)
+def test_styles_that_are_none(style: Any, words: str) -> None:
+    model = nn.Sequential(collections.OrderedDict(first=nn.Linear(8, 16)))
+    with pytest.raises(PolicyError, match=words):
+        resolve_tp_plan(model, {"first": style}, layout((2,), ("tp",)))
 
 
 def test_a_tied_parameter_is_known_by_its_first_name() -> None:

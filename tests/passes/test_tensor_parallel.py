@@ -389,6 +389,54 @@ def test_operators_on_parts(name: str) -> None:
     assert {c.kind for c in plan.collectives} <= {"all_reduce"}, name
 
 
+class Uses(Through):
+    """Something of the whole input, or of a whole parameter, that looks at a cut value."""
+
+    def __init__(self, use: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__(F.gelu)
+        self.one, self.bare = nn.Parameter(torch.tensor([1.5])), nn.Parameter(torch.tensor(0.7))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        return self.leave(F.gelu(h)) + self.use(self, x, h)
+
+
+ONLY_LOOKED_AT: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "type_as of one column": lambda m, x, h: x[..., :1].type_as(h).logsumexp(-1, keepdim=True),
+    "type_as of a parameter": lambda m, x, h: m.one.type_as(h).norm() * m.bare.type_as(h),
+    "type_as of a mask": lambda m, x, h: 1 / ((x[..., :1] > 0).type_as(h).sum() + 1),
+    "type_as of a weight": lambda m, x, h: m.leave(m.enter(x.type_as(m.enter.weight))).mean(1, keepdim=True),
+    "type_as of as many columns": lambda m, x, h: m.scale.type_as(h).prod() + x.mean(-1, keepdim=True),
+    "to of another": lambda m, x, h: x[..., :1].to(h).prod(-1, keepdim=True),
+    "expand_as": lambda m, x, h: x[..., :1].expand_as(h).sum(-1, keepdim=True),
+    "new_ones": lambda m, x, h: (h.new_ones(h.shape) * m.bare).sum(-1, keepdim=True),
+    "new_full": lambda m, x, h: h.new_full((3, 1), 2.0) * m.bare,
+    "zeros_like": lambda m, x, h: (torch.zeros_like(h) + m.bare).mean(-1, keepdim=True),
+    "constant mask": lambda m, x, h: x[:, torch.tensor([True, False, True])].sum(1, keepdim=True)[..., :1],
+    "constant index": lambda m, x, h: m.leave.weight[torch.tensor([1, 2]), :].sum() + x[..., :1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONLY_LOOKED_AT)
+def test_values_of_which_only_dtype_or_size_is_read(name: str) -> None:
+    check(seeded(lambda: Uses(ONLY_LOOKED_AT[name])), PAIR, vectors(2, 3, 6), TP)
+
+
+def test_constant_numbers_in_a_cut_vocabulary() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(8, 6), nn.Linear(6, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.head(torch.tanh(x + self.embed(torch.tensor([3, 5, 1]))))
+            return F.cross_entropy(y.flatten(0, 1), torch.tensor([1, 7, -100, 0, 2, 4]))
+
+    plan = {"embed": "embedding_rowwise", "head": "colwise"}
+    check(seeded(Fixed), plan, vectors(2, 3, 6), TP)
+
+
 def test_a_product_of_a_cut_value_with_itself_is_gathered() -> None:
     check(seeded(lambda: Through(ON_PARTS["outer"])), PAIR, vectors(2, 3, 6), TP)
 
