@@ -24,13 +24,21 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from hyper_parallel.errors import VerificationError  # noqa: E402
+from hyper_parallel.errors import CaptureError, VerificationError  # noqa: E402
 from passes.verify import verify_programs  # noqa: E402
 from tests.mutations import KINDS, MEMORY_KINDS, mutants  # noqa: E402
 from tests.program_cases import Setting, build, differs, settings, simulate  # noqa: E402
+from tests.tp_mutations import CHANGES, tp_mutants  # noqa: E402
 
 PAGE = ROOT / "docs" / "verification.md"
 BEGIN, END = "<!-- mutation table -->\n", "<!-- end of mutation table -->\n"
+
+
+def _kinds(setting: Setting) -> list[str]:
+    """Kinds of damage that a setting gets; damage to the tensor-parallel pass, which traces again, where only its plan matters."""
+    fields = dict(setting.policy)
+    traced_again = fields.keys() == {"tp_plan"} and len(setting.shape) < 3
+    return [*KINDS, *(CHANGES if traced_again else ())]
 
 
 class Score:
@@ -59,16 +67,21 @@ class Score:
             return
         self.verify_seconds += time.perf_counter() - start
         wanted = simulate(graphs)
-        for kind in KINDS:
-            makers = list(mutants(graphs, kind))
+        for kind in _kinds(setting):
+            makers = list(tp_mutants(setting, kind) if kind in CHANGES else mutants(graphs, kind))
             step = max(1, len(makers) // per_kind)
-            for make in makers[::step][:per_kind]:
-                mutant = make()
+            for make in makers[::step][: 1 if kind in CHANGES else per_kind]:
+                try:
+                    mutant = make()
+                except CaptureError:  # what is damaged cannot even be traced
+                    continue
                 self.mutants[kind] += 1
                 why = differs(lambda graphs=mutant.graphs: simulate(graphs), wanted)
                 harmful = bool(why) or kind in MEMORY_KINDS
                 self.harmful[kind] += harmful
                 try:
+                    if mutant.refused:
+                        raise VerificationError(mutant.refused)
                     verify_programs(mutant.graphs)
                 except VerificationError:
                     self.rejected[kind] += 1
@@ -87,7 +100,7 @@ class Score:
             "| damage | mutants | harmful | rejected | harmful and accepted |",
             "|---|---:|---:|---:|---:|",
         ]
-        for kind in KINDS:
+        for kind in (*KINDS, *CHANGES):
             rows.append(
                 f"| {kind} | {self.mutants[kind]} | {self.harmful[kind]} | {self.rejected[kind]} | {self.missed[kind]} |"
             )

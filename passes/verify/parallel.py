@@ -129,8 +129,10 @@ class _Proof:
     def _held(self, local: fx.Node, reader: fx.Node) -> Held:
         if local not in self.held:
             raise error(
-                f"{reader.name}: reads {local.name}, which stands for no value of one device",
-                node=local,
+                f"{module_path(reader) or 'the root module'}: {reader.name} does not read the value that stands for its input",
+                node=reader,
+                expected=f"{local.name}, which is not in the graph or stands for nothing",
+                cause="a sum, or what is added to it, was dropped, doubled or moved",
             )
         return self.held[local]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 from torch import fx
@@ -54,7 +55,9 @@ def path(node: fx.Node) -> list[str]:
 def describe(node: fx.Node) -> str:
     """One node on one line: name, operator, module FQN and source line where known."""
     comm = node.meta.get("comm")
-    what = f"input {node.meta.get('role')}" if node.op == "placeholder" else str(node.target)
+    plain = isinstance(node.target, FunctionType)
+    target = node.target.__name__ if plain else node.target  # type: ignore[union-attr]
+    what = f"input {node.meta.get('role')}" if node.op == "placeholder" else str(target)
     what = what.removesuffix(".default")
     if comm is not None:
         what += f" over {'×'.join(comm.axes)} for {comm.purpose} of {some(comm.params)}"

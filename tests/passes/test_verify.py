@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from typing import Any
 
@@ -23,10 +24,14 @@ from tests.program_cases import (
     DDP,
     DOUBLE,
     FP16,
+    FSDP_TP,
     HSDP,
+    PURE_TP,
+    SEQUENCE_PARALLEL,
     SHARD,
     THREE,
     TWO,
+    TWO_LAYERS,
     Graphs,
     Results,
     Setting,
@@ -39,6 +44,7 @@ from tests.program_cases import (
     simulate,
     unsharded_gradients,
 )
+from tests.tp_mutations import CHANGES, tp_mutants
 
 UNEVEN_HSDP = Setting("uneven", *HSDP)
 INT = Setting("uneven", *SHARD, (("reshard_after_forward", 2),))
@@ -50,6 +56,12 @@ MUTATED = (
     Setting("frozen", *HSDP, (("mp_policy", BF16),)),
     Setting("tied", *THREE),
     Setting("two_biases", *DDP),
+)
+TP_LM = Setting("lm", *FSDP_TP, (("tp_plan", tuple(SEQUENCE_PARALLEL.items())),))
+TP_MUTATED = (
+    Setting("two_biases", *FSDP_TP, (("tp_plan", tuple(TWO_LAYERS.items())),)),
+    Setting("scalar", *PURE_TP, (("tp_plan", tuple(TWO_LAYERS.items())),)),
+    pytest.param(TP_LM, marks=pytest.mark.slow),
 )
 
 
@@ -136,9 +148,42 @@ def test_every_kind_of_damage_finds_a_site() -> None:
         Setting("uneven", *HSDP, (("mp_policy", DOUBLE),)),
     )
     unseen = set(KINDS) - {"two outputs swapped"}
-    for setting in (*MUTATED, *extra):
+    for setting in (*MUTATED, *extra, TP_LM):
         unseen -= {k for k in unseen if next(mutants(program(setting), k), None) is not None}
     assert not unseen
+
+
+@pytest.mark.parametrize("setting", TP_MUTATED, ids=str)
+def test_harmful_changes_of_the_tensor_parallel_forward_are_rejected(setting: Setting) -> None:
+    tried = 0
+    for kind in CHANGES:
+        for make in itertools.islice(tp_mutants(setting, kind), 1):
+            mutant = make()
+            tried += 1
+            try:
+                verify_programs(mutant.graphs)
+            except VerificationError:
+                continue
+            why = differs(lambda graphs=mutant.graphs: simulate(graphs), reference(setting))
+            assert mutant.refused or not why, f"accepted: {kind} at {mutant.where}: {why}"
+    assert tried > 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("tp pass: sum dropped", ("outer: the terms of aten.linear.default are not summed", "models.py:")),
+        ("tp pass: sum doubled", ("outer: aten.linear.default is summed", "once more")),
+        ("tp pass: border dropped", ("its gradient", "tensor-parallel ranks is missing", "vary")),
+        ("tp pass: bias added on every rank", ("a sum, or what is added to it, was dropped, doubled or moved",)),
+    ],
+)  # fmt: skip
+def test_the_proof_of_the_tensor_parallel_forward_says_what_is_wrong(
+    kind: str, words: tuple[str, ...]
+) -> None:
+    text = next(tp_mutants(TP_MUTATED[0], kind))().refused
+    missing = [w for w in words if w not in text]
+    assert not missing, text
 
 
 def test_a_swap_in_a_bucket_is_harmful() -> None:
