@@ -175,10 +175,10 @@ def _check(forward: fx.GraphModule, run: Run) -> None:
     if any(found != attributes[1] for found in attributes):
         raise Unequal("parameters or buffers differ")
     home = {node: i for i, segment in enumerate(run.segments) for node in segment.nodes}
-    for node in home:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            raise Unequal(f"{node.target} writes to its argument")
+    for node, index in home.items():
+        for written in compat.written_values(node):
+            if home.get(written) != index or not compat.makes_memory(written):
+                raise Unequal(f"{node.target} writes to memory from outside of its unit")
     for node in forward.graph.find_nodes(op="get_attr"):
         owner = run.owner(str(node.target))
         users = {home.get(user) for user in node.users}

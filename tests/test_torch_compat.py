@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from hyper_parallel import torch_compat
 from hyper_parallel.torch_compat import graph, tracing
@@ -119,6 +119,19 @@ def test_writes_are_found_through_views() -> None:
     assert written == ["c_kept"]
     assert graph.is_higher_order(torch.ops.higher_order.cond)
     assert not graph.is_higher_order(torch.ops.aten.add.Tensor)
+
+
+def test_operators_that_make_memory() -> None:
+    """A composite operator is not believed: dropout in evaluation returns its input."""
+    nodes = fx.Graph()
+    x = nodes.placeholder("x")
+    aten = torch.ops.aten
+    made = {
+        op: graph.makes_memory(nodes.call_function(op, (x,)))
+        for op in (aten.exp.default, aten.view.default, aten.add_.Tensor, aten.dropout.default)
+    }
+    assert list(made.values()) == [True, False, False, False]
+    assert not graph.makes_memory(x)
 
 
 PLAN_WITH_TRACE = """

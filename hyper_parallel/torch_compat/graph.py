@@ -40,6 +40,7 @@ __all__ = [
     "is_higher_order",
     "joint_trace",
     "lazy_module",
+    "makes_memory",
     "mark_checkpoint_regions",
     "min_cut_partition",
     "number_of_guards",
@@ -52,6 +53,7 @@ __all__ = [
     "sizes_fit",
     "tracing_context",
     "written_arguments",
+    "written_values",
 ]
 
 _SYMBOL_OPERATORS = (
@@ -297,14 +299,38 @@ def is_higher_order(target: object) -> bool:
 
 def written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """Placeholders whose memory an operator of an exported graph writes, directly or through views."""
+    return (source for source in written_values(node) if source.op == "placeholder")
+
+
+def written_values(node: fx.Node) -> Iterator[fx.Node]:
+    """What owns the memory that an operator of an exported graph writes, directly or through views."""
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None:
         return
-    for value, argument in zip(node.args, schema.arguments, strict=False):
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+    given.update(node.kwargs)
+    for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
-            source = _base_of(value)
-            if source is not None and source.op == "placeholder":
-                yield source
+            values: list[fx.Node] = []
+            fx.node.map_arg(given.get(argument.name), values.append)
+            for value in values:
+                source = _base_of(value)
+                if source is not None:
+                    yield source
+
+
+def makes_memory(node: fx.Node) -> bool:
+    """True for an operator whose results are new tensors.
+
+    A composite operator may return its input although its schema does not say so, as dropout does in evaluation.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return False
+    composite = node.target.has_kernel_for_dispatch_key(  # type: ignore[union-attr]
+        torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+    return not composite and all(r.alias_info is None for r in schema.returns)
 
 
 def _base_of(value: Any) -> fx.Node | None:

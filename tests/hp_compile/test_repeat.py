@@ -129,8 +129,51 @@ class Statistics(Stack):
 
 
 class InPlace(Stack):
+    """Every block writes to what it has made itself, directly and through a view."""
+
     def run(self, block: nn.Module, x: Tensor, index: int) -> Tensor:
-        return block(x).add_(1)
+        made = block(x).add_(1)
+        made[:, ::2].mul_(0.5)
+        return made
+
+
+class AddsBias(nn.Module):
+    """Its backward needs no input, so that one may change afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+class InPlaceBefore(Stack):
+    """Every block writes to what the one before it has made."""
+
+    def block(self, index: int) -> nn.Module:
+        return AddsBias()
+
+    def forward(self, x: Tensor) -> Any:
+        seen = x * 0.5
+        x = seen + 1
+        for block in self.blocks:
+            y = block(x)
+            x.add_(1)
+            x = y
+        return x
+
+
+class InPlaceInInput(InPlaceBefore):
+    """As above, and no operator of torch says that dropout in evaluation returns its input."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + 1
+        for block in self.blocks:
+            y = block(x)
+            nn.functional.dropout(x, training=False).add_(1)
+            x = y
+        return x
 
 
 class RegionOfTwo(Stack):
@@ -162,6 +205,20 @@ def llama(**options: Any) -> nn.Module:
         num_attention_heads=2, num_key_value_heads=1, use_cache=False, **options,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
+
+
+def deepseek() -> nn.Module:
+    """One dense block, then eight with experts: packed parameters, routing that writes in place, latent attention."""
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.DeepseekV3Config(
+        vocab_size=48, hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=9,
+        num_attention_heads=2, num_key_value_heads=2, n_shared_experts=1, n_routed_experts=8, num_experts_per_tok=2,
+        n_group=2, topk_group=1, first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=8, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(
+        config, experts_implementation="batched_mm"
+    )
 
 
 def language_model(**options: Any) -> nn.Module:
@@ -250,13 +307,15 @@ REUSED: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "between": (OperatorsBetween, ((X,), {}), {}),
     "branches": (Branches, ((X,), {}), {}),
     "two_stacks": (TwoStacks, ((X,), {}), {}),
+    "in_place": (InPlace, ((X,), {}), {}),
+    "deepseek": (deepseek, LLAMA, {"mp_policy": BF16}),
 }
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=() if n in ("between", "branches") else pytest.mark.slow)
+        pytest.param(n, marks=() if n in ("between", "branches", "in_place") else pytest.mark.slow)
         for n in REUSED
     ],
 )
@@ -285,7 +344,8 @@ REFUSED: dict[type[Stack], str] = {
     EveryOutput: "is used behind the next unit",
     SkipsOne: "",
     Statistics: "",
-    InPlace: "writes to its argument",
+    InPlaceBefore: "writes to memory from outside of its unit",
+    InPlaceInInput: "writes to memory from outside of its unit",
     RegionOfTwo: "",
     OneIsDetached: "",
     Twice: "is used outside of its unit",
