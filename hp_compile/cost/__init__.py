@@ -1,6 +1,7 @@
 """Cost: bytes, memory, FLOPs and time of a planned step, in the sizes of the mesh, before a device is rented."""
 
 from hp_compile.cost.hardware import BUILT_IN, Link, Profile, load_profile
+from hp_compile.cost.liveness import DIRECT, GLOO, Transport
 from hp_compile.cost.model import ADAMW, CostModel, Estimate, Memory, Optimizer
 from hp_compile.cost.replan import replan
 from hp_compile.cost.search import SweepRow, sweep, table
@@ -10,6 +11,8 @@ from hp_compile.cost.trace import chrome_trace, write_trace
 __all__ = [
     "ADAMW",
     "BUILT_IN",
+    "DIRECT",
+    "GLOO",
     "CostModel",
     "Estimate",
     "Link",
@@ -18,6 +21,7 @@ __all__ = [
     "Profile",
     "SweepRow",
     "Timeline",
+    "Transport",
     "chrome_trace",
     "load_profile",
     "replan",

@@ -2,7 +2,8 @@
 
 A value is freed after its last use, as programs run here. Views, waits and results in place have no memory of their own.
 What the caller holds (shards, buffers, inputs) is not counted; gradients and outputs stay until the step ends. The input of a
-collective lives until its wait: the transport reads it in the meantime.
+collective lives until its wait: the transport reads it in the meantime. A transport that works in copies of its own holds
+those as long.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import fx
 
 from passes import base
 from passes.base import (
+    GATHER,
+    SCATTER,
     WAIT,
     InputGrad,
     ParamGrad,
@@ -30,12 +33,29 @@ from passes.base import (
 )
 
 #: What memory is for, in the order in which it is shown.
-CATEGORIES = ("weights", "saved", "activations", "gradients", "optimizer")
+CATEGORIES = ("weights", "saved", "activations", "gradients", "transport", "optimizer")
 
 _RENAMES = frozenset({aten._unsafe_view.default, WAIT})
 _MAY_COPY = frozenset({aten.reshape.default, aten.contiguous.default})
 
-Key = tuple[fx.Node, int]
+
+@dataclass(frozen=True)
+class Transport:
+    """What a communication library allocates for each collective between its start and its wait.
+
+    Attributes:
+        gather: copies of the result of an all-gather.
+        scatter: copies of the input of a reduce-scatter.
+    """
+
+    gather: int = 0
+    scatter: int = 0
+
+
+#: Works in the buffers of the program, as NCCL does.
+DIRECT = Transport()
+#: Gloo in torch 2.13 gathers into a flat buffer that it copies out, and reduces a copy of what is scattered.
+GLOO = Transport(gather=1, scatter=1)
 
 
 @dataclass
@@ -91,8 +111,14 @@ class Lifetimes:
 class _Walk:
     """State of the walk: which buffer each value lies in, and when it was last used."""
 
-    def __init__(self, nbytes: Callable[[fx.Node, torch.Tensor], sympy.Expr]) -> None:
+    def __init__(
+        self, nbytes: Callable[[fx.Node, torch.Tensor], sympy.Expr], transport: Transport
+    ) -> None:
         self.nbytes = nbytes
+        self.transport = transport
+        self.copies: dict[
+            fx.Node, Buffer
+        ] = {}  # of the transport, by the start of their collective
         self.result = Lifetimes()
         self.owner: dict[fx.Node, tuple[Buffer | None, ...]] = {}
         self.weights: set[fx.Node] = set()  # computed from parameters alone
@@ -110,6 +136,25 @@ class _Walk:
             made.append(buffer)
         return tuple(made)
 
+    def start(self, node: fx.Node) -> None:
+        """Counts what the transport allocates for a collective."""
+        count, value = 0, node
+        if node.target is GATHER:
+            count = self.transport.gather
+        elif node.target is SCATTER and isinstance(node.args[0], fx.Node):
+            count, value = self.transport.scatter, node.args[0]
+        if count:
+            here = len(self.result.places) - 1
+            nbytes = count * self.nbytes(value, value.meta["val"])
+            self.copies[node] = Buffer(node.name, "transport", nbytes, here, here)
+            self.result.buffers.append(self.copies[node])
+
+    def wait(self, node: fx.Node, place: int) -> None:
+        """Lets go of it."""
+        for source in node.all_input_nodes:
+            if source in self.copies:
+                self.copies[source].dies = place
+
     def use(self, node: fx.Node, place: int) -> None:
         for buffer in self.owner.get(node, ()):
             if buffer is not None:
@@ -121,6 +166,7 @@ def lifetimes(
     nbytes: Callable[[fx.Node, torch.Tensor], sympy.Expr],
     *,
     optimizer_bytes: sympy.Expr | int = 0,
+    transport: Transport = DIRECT,
 ) -> Lifetimes:
     """Walks over a step.
 
@@ -128,8 +174,9 @@ def lifetimes(
         graphs: ``forward`` and, when it trains, ``backward``.
         nbytes: size of one tensor of a node's value.
         optimizer_bytes: what the optimizer allocates for the time of its step.
+        transport: what carries the collectives.
     """
-    walk = _Walk(nbytes)
+    walk = _Walk(nbytes, transport)
     places = walk.result.places
     saved: dict[int, tuple[Buffer | None, ...]] = {}
     saved_weights: set[int] = set()
@@ -148,6 +195,9 @@ def lifetimes(
                     walk.weights.add(node)
             elif node.op == "call_function":
                 walk.owner[node] = _owners(walk, node)
+                walk.start(node)
+                if node.target is WAIT:
+                    walk.wait(node, here)
             for source in _read_by(node):
                 # A tuple is let go when its parts are taken; each part then lives for itself.
                 walk.use(source, here)
@@ -272,4 +322,13 @@ def _category(walk: _Walk, node: fx.Node) -> str:
     return "gradients" if reduces or node.meta.get("packs") else "activations"
 
 
-__all__ = ["CATEGORIES", "Buffer", "Lifetimes", "lifetimes", "renames"]
+__all__ = [
+    "CATEGORIES",
+    "DIRECT",
+    "GLOO",
+    "Buffer",
+    "Lifetimes",
+    "Transport",
+    "lifetimes",
+    "renames",
+]

@@ -11,7 +11,7 @@ from torch import fx
 
 from hp_compile.cost.flops import node_flops
 from hp_compile.cost.hardware import Profile, load_profile
-from hp_compile.cost.liveness import CATEGORIES, Lifetimes, lifetimes
+from hp_compile.cost.liveness import CATEGORIES, DIRECT, Lifetimes, Transport, lifetimes
 from hp_compile.cost.replan import check_sizes, layout_like, replan
 from hp_compile.cost.simulate import Op, Timeline, operations, simulate
 from hp_compile.cost.spread import Spread
@@ -91,6 +91,7 @@ class _Variant:
     plan: Plan
     symbols: InputSymbols
     optimizer: Optimizer
+    transport: Transport
 
     @cached_property
     def graphs(self) -> Mapping[str, fx.GraphModule]:
@@ -112,7 +113,12 @@ class _Variant:
     @cached_property
     def lifetimes(self) -> Lifetimes:
         temporary = self.trained * self.optimizer.temporary
-        return lifetimes(self.graphs, self.spread.nbytes, optimizer_bytes=temporary)
+        return lifetimes(
+            self.graphs,
+            self.spread.nbytes,
+            optimizer_bytes=temporary,
+            transport=self.transport,
+        )
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
@@ -130,6 +136,7 @@ class CostModel:
     Args:
         plan: a plan with a program.
         optimizer: what the optimizer keeps.
+        transport: what the communication library allocates; nothing by default, which is right for NCCL.
 
     Raises:
         CaptureError: the plan was made without example inputs.
@@ -141,10 +148,13 @@ class CostModel:
         >>> model.at({"dp_shard": 64}).memory.peak  # doctest: +SKIP
     """
 
-    def __init__(self, plan: Plan, optimizer: Optimizer = ADAMW) -> None:
+    def __init__(
+        self, plan: Plan, optimizer: Optimizer = ADAMW, transport: Transport = DIRECT
+    ) -> None:
         program = plan._require_program()
         self.plan = plan
         self.optimizer = optimizer
+        self.transport = transport
         self.symbols = InputSymbols.of(program.captured.input_shapes)
         self._variants: dict[frozenset[str], _Variant] = {}
 
@@ -303,7 +313,9 @@ class CostModel:
             small = {name: 2 if name in wide else 1 for name in layout.dim_names}
             small |= {name: layout.size(name) for name in _fixed(layout)}
             self._widen(small, layout.roles.shard)
-            self._variants[key] = _Variant(replan(self.plan, small), self.symbols, self.optimizer)
+            self._variants[key] = _Variant(
+                replan(self.plan, small), self.symbols, self.optimizer, self.transport
+            )
         return self._variants[key]
 
     def _widen(self, small: dict[str, int], shard: Sequence[str]) -> None:
