@@ -2,8 +2,8 @@
 
 A value is freed after its last use, as programs run here. Views, waits and results in place have no memory of their own.
 What the caller holds (shards, buffers, inputs) is not counted; gradients and outputs stay until the step ends. The input of a
-collective lives until its wait: the transport reads it in the meantime. A transport that works in copies of its own holds
-those as long.
+collective lives until its wait where the transport reads it in the meantime; copies that the transport works in live as
+long.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import fx
 from passes import base
 from passes.base import (
     GATHER,
+    REDUCE,
     SCATTER,
     WAIT,
     InputGrad,
@@ -198,7 +199,7 @@ def lifetimes(
                 walk.start(node)
                 if node.target is WAIT:
                     walk.wait(node, here)
-            for source in _read_by(node):
+            for source in _read_by(node, transport):
                 # A tuple is let go when its parts are taken; each part then lives for itself.
                 walk.use(source, here)
         everything: Iterator[Any] = base.outputs(gm)
@@ -266,12 +267,17 @@ def _owners(walk: _Walk, node: fx.Node) -> tuple[Buffer | None, ...]:
     return walk.new(node, node.meta.get("val"), _category(walk, node))
 
 
-def _read_by(node: fx.Node) -> list[fx.Node]:
-    """What a node keeps in memory: its inputs, and at a wait what the collective reads."""
+def _read_by(node: fx.Node, transport: Transport) -> list[fx.Node]:
+    """What a node keeps in memory: its inputs, and at a wait what the collective reads until then.
+
+    An all-reduce works in its result, into which torch copies the input first; a transport that reduces a copy of what is
+    scattered does not need the original either.
+    """
     sources = list(node.all_input_nodes)
     if node.target is WAIT:
         start = node.args[0]
-        if isinstance(start, fx.Node):
+        copied = {REDUCE, SCATTER} if transport.scatter else {REDUCE}
+        if isinstance(start, fx.Node) and start.target not in copied:
             sources += start.all_input_nodes
     if node.target is operator.getitem:
         return []  # its own uses count, not the unpacking
