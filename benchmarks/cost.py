@@ -1,17 +1,18 @@
 """How well the cost model agrees with what happens: bytes in the graphs of other meshes, and measured peak memory.
 
-    python benchmarks/cost.py                     # prints both tables
-    python benchmarks/cost.py --write docs/cost.md    # and puts them into the page
-    python benchmarks/cost.py --gloo              # also measures two processes on gloo
+    python benchmarks/cost.py                              # prints both tables
+    python benchmarks/cost.py --gloo --write docs/cost.md  # also on processes of gloo, and puts them into the page
 
 Peak memory is what PyTorch's CPU allocator hands out in one training step above what was there before it, as the profiler
-sees it. Ranks run on a process group that moves no data, or on gloo.
+sees it. Ranks run on a process group that moves no data, or on gloo. There a step's peak depends on when the threads of
+gloo run, so the median of several steps counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import hp_compile
-from hp_compile.cost import CostModel, replan
+from hp_compile.cost import DIRECT, GLOO, CostModel, replan
 
 NAMES = ("dp_replicate", "dp_shard")
 MESHES = ((2, 4), (1, 7), (4, 1), (3, 8), (16, 64))
@@ -48,24 +49,57 @@ class WithLoss(nn.Module):
 
 @dataclass(frozen=True)
 class Run:
-    """One measured configuration."""
+    """One measured configuration.
 
-    mesh: tuple[int, int]
+    Attributes:
+        mesh: size of every dim.
+        transport: ``none`` (one process, which moves no data) or ``gloo`` (one process a rank).
+        batch: of one rank.
+        policy: fields of the policy that are not the default.
+        names: of the mesh dims.
+        label: the policy in words.
+    """
+
+    mesh: tuple[int, ...]
     transport: str = "none"
     batch: int = 4
     policy: dict[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = NAMES
+    label: str = ""
 
+
+BF16 = hp_compile.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+KEEP = {"reshard_after_forward": False}
+TP = {
+    "tp_plan": {
+        "net.blocks.*.up": "colwise",
+        "net.blocks.*.down": "rowwise",
+        "net.head": "colwise_gather_output",
+    }
+}
+WITH_TP = ("dp_shard", "tp")
 
 RUNS = (
     Run((1, 2)),
     Run((2, 2)),
     Run((1, 4)),
     Run((1, 2), batch=16),
-    Run((1, 2), policy={"reshard_after_forward": False}),
+    Run((1, 2), policy=KEEP),
     Run((1, 2), policy={"bucket_mb": 0}),
     Run((1, 2), policy={"backend": "inductor"}),
+    Run((1, 2), policy={"mp_policy": BF16}, label="bf16"),
+    Run((2, 2), policy=TP, names=WITH_TP, label="tp"),
 )
-GLOO = Run((1, 2), "gloo")
+GLOO_RUNS = (
+    Run((1, 2), "gloo"),
+    Run((1, 2), "gloo", batch=1),
+    Run((1, 2), "gloo", policy=KEEP),
+    Run((1, 2), "gloo", policy={"bucket_mb": 0}),
+    Run((1, 2), "gloo", policy={"mp_policy": BF16}, label="bf16"),
+    Run((2, 1), "gloo"),
+    Run((2, 2), "gloo"),
+    Run((2, 2), "gloo", policy=TP, names=WITH_TP, label="tp"),
+)
 
 
 def policy_of(run: Run) -> hp_compile.Policy:
@@ -77,7 +111,7 @@ def step_memory(rank: int, run: Run) -> tuple[int, int]:
     """Measured and estimated bytes of one step on this rank; the process group exists."""
     w = Workload(batch=run.batch)
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", run.mesh, mesh_dim_names=NAMES)
+    mesh = init_device_mesh("cpu", run.mesh, mesh_dim_names=run.names)
     model = hp_compile.shard(WithLoss(w), mesh, policy_of(run))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     generator = torch.Generator().manual_seed(rank)
@@ -92,8 +126,10 @@ def step_memory(rank: int, run: Run) -> tuple[int, int]:
 
     for _ in range(3):
         step()
-    measured = max(peak_bytes(step) for _ in range(3))
-    return measured, CostModel(model.plan(tokens, targets)).at().memory.step
+    measured = int(statistics.median(peak_bytes(step) for _ in range(5)))
+    transport = GLOO if run.transport == "gloo" else DIRECT
+    plan = model.plan(tokens, targets)
+    return measured, CostModel(plan, transport=transport).at().memory.step
 
 
 def worker(rank: int, port: int, run: Run, results: Any) -> None:
@@ -134,14 +170,15 @@ def measure(run: Run) -> tuple[int, int]:
 def memory_table(runs: Sequence[Run]) -> list[str]:
     """One row a run, as Markdown."""
     lines = [
-        "| mesh | transport | batch | policy | measured MB | estimated MB | estimate / measured |",
-        "|---|---|---|---|---|---|---|",
+        "| mesh | dims | transport | batch | policy | measured MB | estimated MB | estimate / measured |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for run in runs:
         measured, estimated = measure(run)
-        policy = ", ".join(f"{k}={v}" for k, v in run.policy.items()) or "default"
+        policy = run.label or ", ".join(f"{k}={v}" for k, v in run.policy.items()) or "default"
+        mesh, dims = "×".join(map(str, run.mesh)), ", ".join(run.names)
         lines.append(
-            f"| {run.mesh[0]}×{run.mesh[1]} | {run.transport} | {run.batch} | {policy} | {measured / 1e6:.2f} | "
+            f"| {mesh} | {dims} | {run.transport} | {run.batch} | {policy} | {measured / 1e6:.2f} | "
             f"{estimated / 1e6:.2f} | {estimated / measured:.3f} |"
         )
         print(lines[-1], flush=True)
@@ -196,9 +233,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", type=Path, help="put the tables into this page")
     parser.add_argument("--runs", type=int, default=len(RUNS), help="measure only the first ones")
-    parser.add_argument("--gloo", action="store_true", help="also two processes on gloo")
+    parser.add_argument("--gloo", action="store_true", help="also processes on gloo")
     options = parser.parse_args()
-    runs = [*RUNS[: options.runs], *([GLOO] if options.gloo else [])]
+    runs = [*RUNS[: options.runs], *(GLOO_RUNS if options.gloo else ())]
     tables = {"bytes": bytes_table(), "memory": memory_table(runs)}
     if options.write:
         for name, lines in tables.items():

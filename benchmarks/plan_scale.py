@@ -2,6 +2,7 @@
 
     python benchmarks/plan_scale.py                    # Llama-3-70B shapes, HSDP 16 x 64, 10 to 80 layers
     python benchmarks/plan_scale.py --layers 80 --static --profile 40
+    python benchmarks/plan_scale.py --configs --write docs/cli.md    # hp-compile plan of whole configs, and the table there
 
 Every number of layers is one fresh process, so its peak memory is its own. A plan is captured from a model on the meta
 device over a fake process group, passed through every pass that training runs, rendered as text and proved.
@@ -12,13 +13,15 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import math
+import os
 import platform
 import pstats
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -163,6 +166,52 @@ def report(results: list[dict[str, Any]], options: argparse.Namespace) -> None:
     console.print(results[-1]["passes"])
 
 
+# ------------------------------------------------------------------ the command on whole configs
+
+CONFIGS = ("llama-3-8b", "llama-3-70b", "deepseek-v3")
+MESHES = ("dp_replicate=8,dp_shard=64", "dp_replicate=64,dp_shard=256")
+
+
+def measure_command(config: str, mesh: str) -> dict[str, float]:
+    """Runs ``hp-compile plan`` of one of ``examples/configs`` in a process of its own, with one thread."""
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "hp_compile", "plan", f"hf:examples/configs/{config}.json"]
+    command += ["--mesh", mesh, "--quiet", "--format", "text"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    start = time.perf_counter()
+    process = subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return {
+        "wall": time.perf_counter() - start,
+        "cpu": usage.ru_utime + usage.ru_stime,
+        "gb": usage.ru_maxrss / 1e6,
+    }
+
+
+def commands_table(configs: Sequence[str]) -> list[str]:
+    """One row for a config and a number of ranks, as Markdown."""
+    lines = ["| config | ranks | CPU s | seconds | peak RSS |", "|---|---|---|---|---|"]
+    for config in configs:
+        for mesh in MESHES:
+            ranks = math.prod(int(dim.partition("=")[2]) for dim in mesh.split(","))
+            found = measure_command(config, mesh)
+            lines.append(
+                f"| `{config}.json` | {ranks:,} | {found['cpu']:.0f} | {found['wall']:.0f} | {found['gb']:.2f} GB |"
+            )
+            print(lines[-1], flush=True)
+    return lines
+
+
+def write_table(page: Path, lines: Sequence[str]) -> None:
+    """Puts lines between the markers of a Markdown page."""
+    start, end = "<!-- plan -->", "<!-- end of plan -->"
+    before, _, rest = page.read_text().partition(start)
+    _, _, after = rest.partition(end)
+    page.write_text(before + "\n".join([start, "", *lines, "", end]) + after)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[10, 20, 40, 80])
@@ -176,8 +225,17 @@ def main() -> None:
         "--profile", type=int, default=0, metavar="N", help="print the N slowest functions"
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument(
+        "--configs", nargs="*", choices=CONFIGS, help="run hp-compile plan of these, or of all"
+    )
+    parser.add_argument("--write", type=Path, help="put the table of --configs into this page")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.configs is not None:
+        lines = commands_table(options.configs or CONFIGS)
+        if options.write:
+            write_table(options.write, lines)
+        return
     if options.one is not None:
         run = measure_profiled if options.profile else measure
         print(json.dumps(run(options.one, options)))
