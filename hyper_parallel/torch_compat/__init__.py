@@ -20,6 +20,7 @@ TESTED = ("2.13",)
 
 #: Every semi-private name in use, with the parameters that calls rely on.
 NAMES: Mapping[str, tuple[str, ...]] = {
+    "torch._C.DispatchKey.CompositeImplicitAutograd": (),
     "torch._C._DisableFuncTorch": (),
     "torch._C._are_functorch_transforms_active": (),
     "torch._C._autograd._get_current_graph_task_keep_graph": (),
