@@ -35,7 +35,7 @@ BEGIN, END = "<!-- mutation table -->\n", "<!-- end of mutation table -->\n"
 
 
 def _kinds(setting: Setting) -> list[str]:
-    """Kinds of damage that a setting gets; the tensor-parallel pass, which traces again, is damaged where little else is set."""
+    """Kinds of damage that a setting gets; the tensor-parallel pass, which traces again, only where little else is set."""
     fields = dict(setting.policy)
     traced_again = fields.keys() == {"tp_plan"} and len(setting.shape) < 3
     return [*KINDS, *(CHANGES if traced_again else ())]

@@ -111,6 +111,7 @@ def test_every_kind_of_entry_loads() -> None:
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...], Any]] = {
     "dp×tp": ((2, 2), SHARD_TP, VOCABULARY),
     "tp×dp": ((2, 2), ("tp", "dp_shard"), MEGATRON),
+    "eight": ((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), VOCABULARY),
     "dp": ((4,), ("dp_shard",), None),
     "hybrid": ((2, 2), ("dp_replicate", "dp_shard"), None),
     "tp": ((2,), ("tp",), SEQUENCE),
@@ -189,8 +190,20 @@ def go_on(
         pytest.param("hybrid", {4: ["dp×tp"]}, marks=pytest.mark.slow),
         pytest.param("tp", {4: ["dp×tp"], 1: ["one"]}, marks=pytest.mark.slow),
         pytest.param("three", {4: ["dp×tp"], 2: ["tp"]}, marks=pytest.mark.slow),
+        pytest.param(
+            "eight", {4: ["dp×tp", "dp"], 3: ["three"], 1: ["one"]}, marks=pytest.mark.slow
+        ),
     ],
-    ids=["to one", "from one", "to others", "from dp", "from hybrid", "from tp", "from three"],
+    ids=[
+        "to one",
+        "from one",
+        "to others",
+        "from dp",
+        "from hybrid",
+        "from tp",
+        "from three",
+        "from eight",
+    ],
 )
 def test_checkpoints_go_from_mesh_to_mesh(
     source: str, targets: dict[int, list[str]], tmp_path: Path
