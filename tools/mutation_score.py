@@ -86,6 +86,8 @@ class Score:
                 except VerificationError:
                     self.rejected[kind] += 1
                     continue
+                except Exception as crash:  # an error of the verifier, not of the mutant
+                    why, harmful = f"the verifier fails: {type(crash).__name__}: {crash}", True
                 if harmful:
                     self.survivors.append(f"{setting}: {kind} at {mutant.where}: {why}")
 

@@ -159,9 +159,10 @@ class Interpreter:
             return self._collective(node)
         if node.target is SHARD_SLICE:
             return self._shard_slice(node)
-        if node.target in (TAKE_CHUNK, LOCAL_IDS):
+        packed = any(self.values[n].packed for n in node.all_input_nodes)
+        if node.target in (TAKE_CHUNK, LOCAL_IDS) and not packed:
             return self._own_part(node)
-        if any(self.values[n].packed for n in node.all_input_nodes):
+        if packed:
             return self._packed(node)
         return self._computed(node)
 
@@ -437,6 +438,8 @@ class Interpreter:
         source: Any = node.args[0]
         value = self.values[source]
         if not comm.params:  # of the model's own computation
+            if value.packed:
+                raise self._not_a_weight(node)
             state = self._opaque_state(value.state, group)
             return Value(digest(node, self._digest), state, pending=node)
         pack = self._input_pack(node, source)

@@ -153,6 +153,14 @@ def test_every_kind_of_damage_finds_a_site() -> None:
     assert not unseen
 
 
+def test_a_shard_that_a_tensor_parallel_operator_reads_is_an_error() -> None:
+    found = [make().graphs for make in mutants(program(TP_LM), "gather replaced by own shard")]
+    for graphs in found:
+        with pytest.raises(VerificationError):
+            verify_programs(graphs)
+    assert len(found) > 3
+
+
 @pytest.mark.parametrize("setting", TP_MUTATED, ids=str)
 def test_harmful_changes_of_the_tensor_parallel_forward_are_rejected(setting: Setting) -> None:
     tried = 0
