@@ -102,7 +102,9 @@ def _cost_parts(priced: CostModel, machine: Profile, streams: int, expressions: 
         rows,
     ]
     if expressions:
-        parts += ["", "in the sizes of the mesh and the inputs, for dims larger than 1:"]
+        fixed = priced.fixed
+        held = f", at {', '.join(f'{a}={n}' for a, n in fixed.items())}" if fixed else ""
+        parts += ["", f"in the sizes of the mesh and the inputs, for dims larger than 1{held}:"]
         parts += [f"sent by {kind}: {e}" for kind, e in priced.sent.items()]
         parts += [f"{what}: {e}" for what, e in priced.memory.items()]
         parts += [f"FLOPs in {phase}: {e}" for phase, e in priced.flops.items()]

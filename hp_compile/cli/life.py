@@ -86,7 +86,11 @@ def _gathers(plan: Plan, p: ParamPlan, used: list[Use]) -> tuple[str, ...]:
     if "backward" in plan.graphs and "backward" not in phases:
         reads = any(u.phase == "backward" for u in used)
         kept = info.facts.get("reshard", {}).get(unit) is False
-        why = "it is kept from forward" if reads and kept else "backward does not read its value"
+        why = (
+            "it is kept from forward"
+            if reads and kept
+            else "backward does not read its value, which is freed in forward"
+        )
         lines.append(f"backward: none, {why}")
     return tuple(lines)
 
@@ -104,7 +108,7 @@ def _reshard_text(info: base.ProgramInfo, unit: str) -> str:
     if value is True:
         return "freed after forward (reshard_after_forward)"
     if value is False:
-        return "kept from forward until backward"
+        return "not cut again after forward"
     return f"cut again over groups of {value} ranks after forward (reshard_after_forward={value})"
 
 
@@ -240,9 +244,9 @@ def _reductions(plan: Plan, p: ParamPlan) -> tuple[str, ...]:
 def _ranks(p: ParamPlan) -> tuple[str, ...]:
     lines = []
     if p.shard_size > 1:
-        lines.append(f"shards with {_some_ranks(p.sharded_ranks)}")
+        lines.append(f"FSDP cuts it over {_some_ranks(p.sharded_ranks)}")
     if p.dp_size > 1:
-        lines.append(f"the same slice on {_some_ranks(p.unsharded_ranks)}")
+        lines.append(f"data-parallel replicas of this slice: {_some_ranks(p.unsharded_ranks)}")
     return tuple(lines) or ("no other rank takes part",)
 
 

@@ -13,6 +13,7 @@ from hp_compile.cli.request import PlanRequest, planned, request
 from hp_compile.cli.text import table
 from hp_compile.cost import Profile, SweepRow, load_profile
 from hp_compile.cost import sweep as price
+from hp_compile.cost.search import ranked
 from hp_compile.policy_file import load_policy
 
 app = typer.Typer()
@@ -81,11 +82,13 @@ def sweep(
                 build_on=build_on,
             )
             rows += _prices(asked, devices, machine, limit, streams, say)
-    rows.sort(key=lambda row: (not row.fits, row.step_seconds, row.peak_bytes))
+    rows = ranked(rows)
     shown = f"{machine.name}, at most {(machine.memory_bytes if limit is None else limit) / 1e9:g} GB a rank"
-    console.show(
-        [f"{devices} ranks of {shown}; the same inputs on every rank", _sweep_table(rows[:most])]
+    words = (
+        f"{devices} ranks of {shown}; every data rank gets inputs of one size, and inputs/s counts how many of these all of them "
+        "get through in a second"
     )
+    console.show([words, _sweep_table(rows[:most])])
 
 
 def _tp_sizes(text: str, devices: int) -> list[int]:
@@ -122,7 +125,7 @@ def _prices(
 
 def _sweep_table(rows: list[SweepRow]) -> Any:
     names = list(rows[0].sizes) if rows else []
-    amounts = ["peak GB", "sends GB", "step ms", "waits ms"]
+    amounts = ["peak GB", "sends GB", "step ms", "waits ms", "inputs/s"]
     found = table(*names, "fits", *amounts, right=[*names, *amounts])
     for row in rows:
         found.add_row(
@@ -132,5 +135,6 @@ def _sweep_table(rows: list[SweepRow]) -> Any:
             f"{row.sent_bytes / 1e9:,.2f}",
             f"{row.step_seconds * 1e3:,.1f}",
             f"{row.exposed_seconds * 1e3:,.1f}",
+            f"{row.rate:,.1f}",
         )
     return found

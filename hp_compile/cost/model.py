@@ -165,16 +165,31 @@ class CostModel:
         """All collectives that a mesh of this plan's dims can have, in issue order."""
         return self._general.collectives
 
+    @property
+    def fixed(self) -> dict[str, int]:
+        """Sizes of the dims that the captured graph depends on (tp, ep): expressions hold for these only."""
+        layout = self.plan.layout
+        return {a: layout.size(a) for a in layout.dim_names if a in _fixed(layout)}
+
     @cached_property
     def sent(self) -> Mapping[str, sympy.Expr]:
         """Bytes that a rank sends in a step, by kind of collective."""
-        return {key[0]: e for key, e in totals(self.collectives).items()}
+        return {key[0]: self._closed(e) for key, e in totals(self.collectives).items()}
+
+    def _closed(self, expression: sympy.Expr) -> sympy.Expr:
+        """The expression with tp and ep as numbers: slices in the captured graph have the sizes that these leave."""
+        fixed = self.fixed
+        return expression.subs(
+            {s: fixed[s.name] for s in expression.free_symbols if s.name in fixed}
+        )
 
     @cached_property
     def flops(self) -> Mapping[str, sympy.Expr]:
         """Floating-point operations of a rank, by phase; recomputation is in backward."""
         return {
-            phase: sympy.Add(*(node_flops(node, self.symbols) for node in gm.graph.nodes))
+            phase: self._closed(
+                sympy.Add(*(node_flops(node, self.symbols) for node in gm.graph.nodes))
+            )
             for phase, gm in self._general.graphs.items()
         }
 
@@ -188,13 +203,14 @@ class CostModel:
         general = self._general
         params = list(general.plan.params.values())
         buffers = general.lifetimes.buffers
-        return {
+        found = {
             "params": _bytes(params),
             "optimizer": general.trained * self.optimizer.state,
             "gradients": _bytes(p for p in params if p.requires_grad),
             "saved": sympy.Add(*(b.nbytes for b in buffers if b.category == "saved")),
             "weights": self._most("weights"),
         }
+        return {what: self._closed(e) for what, e in found.items()}
 
     def _most(self, category: str) -> sympy.Expr:
         """The buffers of a category at the place where they are largest, on a small mesh."""

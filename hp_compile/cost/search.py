@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hp_compile.cost.hardware import Profile, load_profile
@@ -24,6 +25,7 @@ class SweepRow:
         step_seconds: estimated time of a step.
         exposed_seconds: seconds of it in which the rank waits for a collective.
         devices: ranks of the mesh.
+        data_ranks: ranks with different data; a step does the work of so many ranks' inputs.
     """
 
     sizes: Mapping[str, int]
@@ -34,6 +36,12 @@ class SweepRow:
     step_seconds: float
     exposed_seconds: float
     devices: int
+    data_ranks: int
+
+    @property
+    def rate(self) -> float:
+        """Inputs of one rank that the mesh gets through in a second: what meshes are ranked by."""
+        return self.data_ranks / self.step_seconds
 
 
 def meshes(model: CostModel, devices: int) -> Iterator[dict[str, int]]:
@@ -83,7 +91,8 @@ def sweep(
 ) -> list[SweepRow]:
     """Prices every mesh of a number of devices; the model is not captured again.
 
-    Every rank gets the same inputs on every mesh, so all meshes of one sweep do the same work in a step.
+    Every rank gets inputs of the same size on every mesh. With more tensor parallelism fewer ranks have data of their own, so
+    a step does less work: meshes are compared by what they get through in a second, not by the time of a step.
 
     Args:
         plans: a plan of the model on any mesh, or one for each size of tensor or expert parallel that is to be tried (those
@@ -95,7 +104,7 @@ def sweep(
         streams: communication streams, 1 or 2.
 
     Returns:
-        One row a mesh: those that fit first, the fastest first among them. A mesh that the policy does not allow (an integer
+        One row a mesh: those that fit first, the highest ``rate`` first among them. A mesh that the policy does not allow (an integer
         reshard that does not divide the shard dim) has no row.
 
     Raises:
@@ -127,9 +136,19 @@ def sweep(
                     step_seconds=step.seconds,
                     exposed_seconds=step.exposed,
                     devices=devices,
+                    data_ranks=math.prod(sizes.get(a, 1) for a in model.plan.layout.batch_dims),
                 )
             )
-    return sorted(rows, key=lambda row: (not row.fits, row.step_seconds, row.peak_bytes))
+    return ranked(rows)
+
+
+def ranked(rows: Iterable[SweepRow]) -> list[SweepRow]:
+    """Rows that fit first, and the highest rate first among them.
+
+    Args:
+        rows: of any sweeps over the same number of devices.
+    """
+    return sorted(rows, key=lambda row: (not row.fits, -row.rate, row.peak_bytes))
 
 
 def table(rows: Sequence[SweepRow], most: int = 20) -> str:
@@ -142,7 +161,7 @@ def table(rows: Sequence[SweepRow], most: int = 20) -> str:
     if not rows:
         return "no mesh\n"
     names = list(rows[0].sizes)
-    cells = [[*names, "fits", "peak GB", "sends GB", "step ms", "exposed ms"]]
+    cells = [[*names, "fits", "peak GB", "sends GB", "step ms", "exposed ms", "inputs/s"]]
     for row in rows[:most]:
         cells.append(
             [
@@ -152,6 +171,7 @@ def table(rows: Sequence[SweepRow], most: int = 20) -> str:
                 f"{row.sent_bytes / 1e9:.2f}",
                 f"{row.step_seconds * 1e3:.1f}",
                 f"{row.exposed_seconds * 1e3:.1f}",
+                f"{row.rate:.1f}",
             ]
         )
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
@@ -159,4 +179,4 @@ def table(rows: Sequence[SweepRow], most: int = 20) -> str:
     return "\n".join(lines) + "\n"
 
 
-__all__ = ["SweepRow", "meshes", "sweep", "table"]
+__all__ = ["SweepRow", "meshes", "ranked", "sweep", "table"]

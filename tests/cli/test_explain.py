@@ -46,8 +46,8 @@ blocks.1.up.weight
              backward #6: all_reduce over dp_replicate(2) in f32, this rank
                sends 272 B, in a bucket of 3 (blocks.1.up.weight,
                blocks.1.up.bias, ...)
-  ranks      shards with ranks 0, 1, 2, 3
-             the same slice on ranks 0, 4
+  ranks      FSDP cuts it over ranks 0, 1, 2, 3
+             data-parallel replicas of this slice: ranks 0, 4
   why        FSDP cuts dim 0 over dp_shard(4), and its gradient is
                reduce-scattered over dp_shard(4), then all-reduced over
                dp_replicate(2).

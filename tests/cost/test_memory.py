@@ -110,7 +110,6 @@ def test_measured_peak_on_gloo(name: str, tmp_path: Path) -> None:
     found = run_ranks(_step_on_gloo, math.prod(ON_GLOO[name][0]), name, tmp_path)
     for measured, estimated in found:
         assert 0.9 * min(measured) <= estimated <= 1.1 * max(measured), (measured, estimated)
-        assert max(measured) <= 1.25 * estimated, (measured, estimated)
 
 
 def test_gloo_copies_what_is_gathered_and_what_is_scattered() -> None:

@@ -140,8 +140,9 @@ def test_sweep_prices_every_mesh_from_one_capture(monkeypatch: pytest.MonkeyPatc
     assert {tuple(r.sizes.values()) for r in rows} == {(8, 1), (4, 2), (2, 4), (1, 8)}
     assert [r.fits for r in rows] == sorted((r.fits for r in rows), reverse=True)
     assert any(r.fits for r in rows) and not all(r.fits for r in rows)
-    fitting = [r.step_seconds for r in rows if r.fits]
-    assert fitting == sorted(fitting)
+    fitting = [r.rate for r in rows if r.fits]
+    assert fitting == sorted(fitting, reverse=True)
+    assert {r.data_ranks for r in rows} == {8}
     assert {r.inputs["batch"] for r in rows} == {4}
     text = table(rows)
     assert len(text.splitlines()) == 5 and "peak GB" in text
