@@ -85,8 +85,8 @@ def sweep(
     rows = ranked(rows)
     shown = f"{machine.name}, at most {(machine.memory_bytes if limit is None else limit) / 1e9:g} GB a rank"
     words = (
-        f"{devices} ranks of {shown}; every data rank gets inputs of one size, and inputs/s counts how many of these all of them "
-        "get through in a second"
+        f"{devices} ranks of {shown}; every data rank gets inputs of one size, and inputs/s counts how many of these all of "
+        "them get through in a second"
     )
     console.show([words, _sweep_table(rows[:most])])
 

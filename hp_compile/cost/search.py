@@ -104,8 +104,8 @@ def sweep(
         streams: communication streams, 1 or 2.
 
     Returns:
-        One row a mesh: those that fit first, the highest ``rate`` first among them. A mesh that the policy does not allow (an integer
-        reshard that does not divide the shard dim) has no row.
+        One row a mesh: those that fit first, the highest ``rate`` first among them. A mesh that the policy does not allow (an
+        integer reshard that does not divide the shard dim) has no row.
 
     Raises:
         HPCompileError: the devices do not divide by the captured dims, or the profile does not exist.

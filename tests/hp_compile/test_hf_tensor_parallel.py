@@ -157,9 +157,7 @@ class TestCollectives(expecttest.TestCase):
 2 forward all_reduce model.layers.*.mlp.down_proj
 2 forward all_reduce model.layers.*.self_attn.o_proj""",
         )
-        assert "aten.chunk.default in model.layers.*.mlp, which has no rule" in "\n".join(
-            plan.notes
-        )
+        assert "aten.chunk.default in model.layers.*.mlp" in "\n".join(plan.notes)
 
     def test_gpt2_fused_qkv(self) -> None:
         plan = check(model_of("GPT2"), GPT2_PLAN)
