@@ -189,7 +189,7 @@ def test_tensor_parallel_run_equals_the_unsharded_one_and_goes_on_without(tmp_pa
     flags = ("--mesh", "dp_shard=2,tp=2", "--tp-plan", "auto", "--compare")
     output, _ = train(*flags, *small, "--steps", "3", cwd=tmp_path)
     assert "proved" in output and "equal: largest relative" in output and "of 3 compared" in output
-    assert "no rule for parts" not in output  # everything runs on parts
+    assert "gathered for" not in output  # everything runs on parts
     # 2 data ranks x 2 sequences are 1 x 4; the ranks of tp share theirs.
     one = ("--ranks", "1", "--batch-size", "4", "--resume", "--compare", "--steps", "4")
     output, _ = train(*small, *one, cwd=tmp_path)
