@@ -61,7 +61,7 @@ format: $(STAMP)  ## rewrite the sources in the house style
 	$(BIN)/ruff format .
 
 mutants: $(STAMP)  ## damage programs in many ways, and renew the table of what the verifier sees
-	$(BIN)/python tools/mutation_score.py --write $(ARGS)
+	$(BIN)/python tools/mutation_score.py --write --jobs $(JOBS) $(ARGS)
 
 bench: $(STAMP)  ## time a training step against PyTorch's own fully_shard
 	$(BIN)/python benchmarks/step.py $(ARGS)

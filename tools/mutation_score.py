@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import multiprocessing
 import sys
 import time
 from collections import Counter
@@ -91,6 +92,19 @@ class Score:
                 if harmful:
                     self.survivors.append(f"{setting}: {kind} at {mutant.where}: {why}")
 
+    def add(self, other: Score) -> None:
+        """Adds what another process has counted."""
+        for mine, theirs in (
+            (self.mutants, other.mutants),
+            (self.harmful, other.harmful),
+            (self.rejected, other.rejected),
+        ):
+            mine.update(theirs)
+        self.survivors += other.survivors
+        self.false_alarms += other.false_alarms
+        self.programs += other.programs
+        self.verify_seconds += other.verify_seconds
+
     @property
     def missed(self) -> Counter[str]:
         """Harmful mutants that were accepted, by kind."""
@@ -120,6 +134,34 @@ class Score:
         return "\n".join(rows) + "\n"
 
 
+def _scored(chosen: Sequence[Setting], per_kind: int, seconds: float, jobs: int) -> Score:
+    """The score of many settings, by several processes."""
+    shares = [(chosen[i::jobs], per_kind, seconds) for i in range(jobs)]
+    if jobs == 1:
+        return _share(*shares[0])
+    total = Score()
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for score in pool.starmap(_share, shares):
+            total.add(score)
+    return total
+
+
+def _share(chosen: Sequence[Setting], per_kind: int, seconds: float) -> Score:
+    torch.set_num_threads(1)
+    score, start = Score(), time.perf_counter()
+    for index, setting in enumerate(chosen):
+        if time.perf_counter() - start > seconds:
+            break
+        score.score_setting(setting, per_kind)
+        done = sum(score.mutants.values())
+        print(
+            f"[{index + 1}/{len(chosen)}] {time.perf_counter() - start:5.0f} s {done:6} mutants  {setting}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return score
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -130,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="start no program after this time"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="processes; each takes its share")
     parser.add_argument(
         "--start", type=int, default=0, help="skip so many programs (to run in parts)"
     )
@@ -137,24 +180,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--write", action="store_true", help="renew the table in docs/verification.md"
     )
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
     chosen = [s for s in settings() if not options.models or s.model in options.models]
     chosen.sort(
         key=lambda s: hashlib.sha256(str(s).encode()).hexdigest()
     )  # any part is a fair sample
     chosen = chosen[options.start :]
-    score, start = Score(), time.perf_counter()
-    for index, setting in enumerate(chosen):
-        if time.perf_counter() - start > options.seconds:
-            break
-        score.score_setting(setting, options.per_kind)
-        done = sum(score.mutants.values())
-        seconds = time.perf_counter() - start
-        print(
-            f"[{index + 1}/{len(chosen)}] {seconds:5.0f} s {done:6} mutants  {setting}",
-            file=sys.stderr,
-            flush=True,
-        )
+    score = _scored(chosen, options.per_kind, options.seconds, options.jobs)
     print(score.table())
     for line in (*score.survivors, *score.false_alarms):
         print(line)
