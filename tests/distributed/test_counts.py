@@ -65,7 +65,7 @@ def line(call: CollectiveCall | hp_compile.Collective) -> Line:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_step_runs_the_planned_collectives(backend: str, world_size: int) -> None:
     four = [label for label, shape, _ in POLICIES if shape is not None or label == "fsdp, pairs"]

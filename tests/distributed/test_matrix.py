@@ -133,7 +133,8 @@ def topologies(rank: int, world_size: int, name: str) -> tuple[TrainResult, Trai
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["tiny", pytest.param("uneven", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["tiny", "uneven"])
+@pytest.mark.slow
 def test_rows(name: str) -> None:
     labels = list(ROWS) if name == "tiny" else ["r1s4", "r2s2", "r4s1", "cut over two dims"]
     by_rank = run_ranks(run_rows, 4, name, labels, timeout=600)

@@ -264,6 +264,7 @@ def _alone(rank: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_in_a_training_loop() -> None:
     found = run_ranks(every_step, 4, timeout=400)

@@ -114,6 +114,7 @@ def odd_steps(rank: int, world_size: int) -> None:
         assert_close(model, plain, f"{name}, end")
 
 
+@pytest.mark.slow
 def test_odd_parameters_train_under_every_optimizer() -> None:
     run_ranks(odd_steps, 4, timeout=400)
 

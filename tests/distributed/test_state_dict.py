@@ -205,7 +205,8 @@ def load_and_go_on(rank: int, world_size: int, name: str, folder: str) -> dict[s
     return full_weights(model)
 
 
-@pytest.mark.parametrize("name", ["uneven", pytest.param("lm_tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["uneven", "lm_tied"])
+@pytest.mark.slow
 def test_checkpoint_of_two_by_two_loads_on_three_and_one(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     folder = str(tmp_path / "checkpoint")

@@ -329,13 +329,8 @@ def test_replicas_start_from_the_first_one() -> None:
 # ------------------------------------------------------------------ groups inside the shard dim
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(VOCABULARY, marks=pytest.mark.slow, id="vocabulary"),
-        pytest.param(SEQUENCE, id="sequence"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [VOCABULARY, SEQUENCE], ids=["vocabulary", "sequence"])
 def test_resharding_to_a_smaller_group_inside_dp(plan: dict[str, Any]) -> None:
     case = CASES["lm"]
     with fake_world(8):

@@ -360,6 +360,7 @@ def loss_parallel_step(rank: int, world_size: int) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), full.grad, **TOLERANCE, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_logits_may_stay_cut() -> None:
     run_ranks(loss_parallel_step, 4)
