@@ -1,6 +1,6 @@
 """Damages correct programs in every known way and counts what the verifier says; prints a table, or writes it into the docs.
 
-    python tools/mutation_score.py                    # every kind of damage, at most 2 sites a program and kind
+    python tools/mutation_score.py                    # every kind of damage, one site a program and kind
     python tools/mutation_score.py --models uneven --per-kind 100
     python tools/mutation_score.py --write            # also renews the table in docs/verification.md
 
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--models", nargs="*", help="keys of tests.models.CASES; all by default")
-    parser.add_argument("--per-kind", type=int, default=2, help="mutants a program and kind")
+    parser.add_argument("--per-kind", type=int, default=1, help="mutants a program and kind")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="start no program after this time"
     )
