@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
-from torch import fx
+from torch import fx, nn
 
 from hyper_parallel.errors import VerificationError
 from passes.base import aten
@@ -82,9 +82,15 @@ def _terms(made: Parallelised) -> Iterator[str]:
 def _whole_parameters(made: Parallelised) -> Iterator[str]:
     """Parameters that take part in the same way on all ranks."""
     for node in made.forward.graph.nodes:
-        whole = node.op == "get_attr" and str(node.target) not in made.partial
-        if whole and any(user.target is functional.vary for user in node.users):
-            yield str(node.target)
+        name = str(node.target)
+        if (
+            node.op == "get_attr"
+            and node.users
+            and name not in {*made.partial, *made.claims.params}
+        ):
+            value = node.meta["val"]
+            if isinstance(value, nn.Parameter) and value.requires_grad:
+                yield name
 
 
 def _biases(made: Parallelised) -> Iterator[fx.Node]:
