@@ -199,9 +199,8 @@ def sync_replicas(mesh: DeviceMesh, layout: MeshLayout, states: Mapping[str, Par
         if state.plan.ignored or not local.numel():
             continue
         wire = local.to(state.home.device)
-        for axis in copy_axes(
-            state.plan, layout
-        ):  # one dim after the other: groups that the mesh has
+        # One dim after the other, so that the groups of the mesh are enough.
+        for axis in copy_axes(state.plan, layout):
             group = get_group_info(mesh, layout, axis).group
             dist.broadcast(wire, group=group, group_src=0)
         if wire is not local:

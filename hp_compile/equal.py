@@ -234,7 +234,7 @@ def reduced(forward: fx.GraphModule, runs: Sequence[Run]) -> Iterator[None]:
     try:
         forward.graph = graph
         yield
-    except Exception:
+    except Exception:  # the caller goes on with the whole graph
         forward.graph = whole
         raise
     finally:

@@ -53,7 +53,7 @@ class Transport:
     scatter: int = 0
 
 
-#: Works in the buffers of the program, as NCCL does.
+#: Works in the buffers of the program; taken for NCCL, which was not measured.
 DIRECT = Transport()
 #: Gloo in torch 2.13 gathers into a flat buffer that it copies out, and reduces a copy of what is scattered.
 GLOO = Transport(gather=1, scatter=1)
@@ -117,9 +117,8 @@ class _Walk:
     ) -> None:
         self.nbytes = nbytes
         self.transport = transport
-        self.copies: dict[
-            fx.Node, Buffer
-        ] = {}  # of the transport, by the start of their collective
+        # Copies of the transport, by the start of their collective.
+        self.copies: dict[fx.Node, Buffer] = {}
         self.result = Lifetimes()
         self.owner: dict[fx.Node, tuple[Buffer | None, ...]] = {}
         self.weights: set[fx.Node] = set()  # computed from parameters alone

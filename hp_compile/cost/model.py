@@ -136,7 +136,7 @@ class CostModel:
     Args:
         plan: a plan with a program.
         optimizer: what the optimizer keeps.
-        transport: what the communication library allocates; nothing by default, which is right for NCCL.
+        transport: what the communication library allocates; nothing by default, as NCCL is taken to do.
 
     Raises:
         CaptureError: the plan was made without example inputs.

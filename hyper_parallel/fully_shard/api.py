@@ -135,7 +135,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         args, kwargs = unit.pre_forward(module, args, kwargs)
         try:
             output = method(*args, **kwargs)
-        except Exception:
+        except Exception:  # the unit must not stay gathered
             unit.fail_forward()
             raise
         return unit.post_forward(module, args, output)

@@ -316,7 +316,7 @@ class UnitState(ParamLifetime):
                 context.guard.after_backward(context.units)
             context.forward_root = None
             context.callback_queued = False
-        except BaseException:
+        except BaseException:  # an interrupted backward leaves nothing behind for the next
             context.reset()
             raise
 
